@@ -2,5 +2,8 @@
 
 from importlib.metadata import version as _version
 
+from fusedrnn.functional import lstm
+from fusedrnn.modules import LSTM
+
 __version__ = _version("fusedrnn")
-__all__ = ["__version__"]
+__all__ = ["LSTM", "__version__", "lstm"]

@@ -1,0 +1,72 @@
+"""The backends, and how one is chosen."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from fusedrnn.backends.base import SAVE_MODES, Backend, Call, ChunkedBackend
+from fusedrnn.backends.onednn import OneDNN
+from fusedrnn.backends.reference import Reference
+from fusedrnn.backends.torch_step import TorchStep
+from fusedrnn.backends.triton_step import TritonStep
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonStep(), OneDNN(), TorchStep(), Reference())}
+"""All backends by name, in the order in which "auto" prefers them."""
+
+_CPU_GATES_BYTES = 32 << 20
+"""On the CPU, larger activations are faster computed again than kept: a larger block is mapped and zeroed by the kernel
+at every step (glibc's limit for keeping freed blocks is 32 MiB)."""
+_GPU_GATES_FRACTION = 1 / 16
+
+
+class Choice(NamedTuple):
+    """Who runs a call, what is saved, how many steps a chunk has, and why."""
+
+    backend: Backend
+    save: str
+    chunk: int
+    reason: str
+
+
+@lru_cache(maxsize=1024)
+def choose(call: Call, backend: str = "auto", save: str = "auto", chunk: int | str = "auto") -> Choice:
+    """Choose backend and save mode for a call.
+
+    A named backend or mode is taken or refused, never replaced; "auto" takes the first that fits.
+
+    Raises:
+        RuntimeError: If nothing fits; the message lists every backend with its reasons.
+    """
+    order, why = _save_order(call, save)
+    candidates = list(BACKENDS.values()) if backend == "auto" else [BACKENDS[backend]]
+    reasons = {candidate.name: candidate.refusals(call) for candidate in candidates}
+    for mode in order:
+        for candidate in candidates:
+            if not reasons[candidate.name] and mode in candidate.saves:
+                steps = chunk if isinstance(chunk, int) else max(1, call.T)
+                if chunk == "auto" and isinstance(candidate, ChunkedBackend):
+                    steps = candidate.chunk_steps(call)
+                return Choice(candidate, mode, steps, why)
+    lines = [
+        f"  {candidate.name}: "
+        + "; ".join(reasons[candidate.name] or [f"it has save={' and '.join(map(repr, candidate.saves))} only"])
+        for candidate in candidates
+    ]
+    raise RuntimeError(
+        f"no backend can run this call ({call}) with backend={backend!r}, save={save!r}:\n"
+        + "\n".join(lines)
+        + '\nuse backend="auto" and save="auto", or change what is named above'
+    )
+
+
+def _save_order(call: Call, save: str) -> tuple[tuple[str, ...], str]:
+    """Return the save modes to try, and the reason in words."""
+    if save != "auto":
+        return (save,), f"save={save!r} was asked for"
+    kept = call.T * call.step_bytes("gates")
+    limit = int(call.memory * _GPU_GATES_FRACTION) if call.memory else _CPU_GATES_BYTES
+    sizes = f"gates and cells take {kept / 2**20:.1f} MiB, the limit is {limit / 2**20:.1f} MiB"
+    if not call.grad:
+        return SAVE_MODES, "no backward pass follows, so nothing is saved"
+    if kept <= limit:
+        return SAVE_MODES, f"{sizes}: they are kept"
+    return ("hidden", "cells", "gates"), f"{sizes}: they are computed again"

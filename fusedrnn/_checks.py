@@ -1,0 +1,52 @@
+"""One wording for every complaint about an argument: its name, what must hold, what came, and what to do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def require_tensor(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+
+
+def require_shape(name: str, tensor: Tensor, letters: str, shape: Sequence[int]) -> None:
+    """Raise ValueError unless `tensor` has this shape; `letters` is the shape in words, such as "(T, B, I)"."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"`{name}` must have shape {letters} = {tuple(shape)}, got {tuple(tensor.shape)}")
+
+
+def require_like(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device, model: str) -> None:
+    """Raise ValueError unless `tensor` has the dtype and device of `model`, the name of what it must agree with."""
+    if tensor.dtype != dtype:
+        raise ValueError(
+            f"`{name}` must have the dtype of {model} = {dtype}, got {tensor.dtype}: convert it with `.to({dtype})`"
+        )
+    if tensor.device != device:
+        raise ValueError(
+            f"`{name}` must be on the device of {model} = {device}, got {tensor.device}: move it with `.to('{device}')`"
+        )
+
+
+def require_floating(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` holds float16, bfloat16, float32 or float64."""
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(
+            f"`{name}` must be of dtype float16, bfloat16, float32 or float64, got {tensor.dtype}: convert it with "
+            "`.float()`"
+        )
+
+
+def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def require_chunk(value: Any) -> None:
+    """Raise ValueError unless `value` is "auto" or a number of timesteps."""
+    if value != "auto" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        raise ValueError(f'`chunk` must be "auto" or a number of timesteps of at least 1, got {value!r}')

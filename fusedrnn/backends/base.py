@@ -1,0 +1,243 @@
+"""What a backend is, what it is asked, and what it is given to work on."""
+
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import mul
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from fusedrnn.cells import CellSpec, States, Weights, state_dtype
+from fusedrnn.layout import Chunk, SequenceLayout
+
+SAVE_MODES = ("gates", "cells", "hidden")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about a call on which the choice of a backend may depend. Hashable: choices are cached.
+
+    Args:
+        T: Number of timesteps.
+        B: Batch size.
+        I: Width of the input.
+        H: Number of hidden units.
+        P: Width of the output (H without a projection).
+        layers: Number of layers.
+        directions: 1, or 2 for a bidirectional layer.
+        dtype: Element type of input and weights.
+        device: Type of device, such as "cuda".
+        packed: Whether sequences of several lengths are packed.
+        grad: Whether a backward pass may follow.
+        transformed: Whether the call runs under a `torch.func` transform or forward-mode differentiation.
+        memory: Bytes of the device's memory, 0 where it is not known.
+        onednn: Whether torch may use oneDNN at present.
+    """
+
+    T: int
+    B: int
+    I: int
+    H: int
+    P: int
+    layers: int
+    directions: int
+    dtype: torch.dtype
+    device: str
+    packed: bool = False
+    grad: bool = True
+    transformed: bool = False
+    memory: int = 0
+    onednn: bool = False
+
+    def step_bytes(self, save: str) -> int:
+        """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own output."""
+        element, state = self.dtype.itemsize, state_dtype(self.dtype).itemsize
+        per_unit = {"gates": 4 * element + state, "cells": state, "hidden": 0}[save]
+        inner = (self.layers - 1) * self.P * element
+        return self.B * self.directions * (self.layers * self.H * per_unit + inner)
+
+    def __str__(self) -> str:
+        """Describe the call in the words of an error message."""
+        text = (
+            f"T={self.T}, B={self.B}, I={self.I}, H={self.H}, {self.dtype}".replace("torch.", "") + f", {self.device}"
+        )
+        if self.P != self.H:
+            text += f", proj_size={self.P}"
+        if self.layers > 1:
+            text += f", num_layers={self.layers}"
+        return text + (", bidirectional" if self.directions > 1 else "") + (", packed" if self.packed else "")
+
+
+class Handle(Protocol):
+    """A pushed buffer: `get` it before use, `release` it after; dropping it releases it too."""
+
+    def get(self, writable: bool = False) -> Tensor:
+        """Return the buffer, ready to be read on the current stream, and to be overwritten if `writable`."""
+
+    def release(self) -> None:
+        """Give the buffer back."""
+
+
+class Slot(Protocol):
+    """A reserved buffer that has not been pushed yet."""
+
+    buffer: Tensor
+
+
+class Stack(Protocol):
+    """Where the buffers of chunks wait for the backward pass."""
+
+    def reserve(self, nbytes: int) -> Slot:
+        """Return a slot whose `buffer` is a uint8 tensor [nbytes] that may be written on the current stream."""
+
+    def push(self, slot: Slot) -> Handle:
+        """Take a slot whose content is final."""
+
+
+class Workspace:
+    """Scratch buffers of one pass, each allocated once and used again by every chunk."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a buffer of this shape with undefined content; the same name gives the same memory."""
+        numel = reduce(mul, shape, 1)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[name, dtype] = torch.empty(numel, dtype=dtype, device=self._device)
+        return buffer[:numel].view(shape)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A stack of layers over one sequence in one direction, as a backend is given it.
+
+    Args:
+        cell: What each layer computes.
+        layers: Weights of the layers; the output of one is the input of the next.
+        layout: Where the rows lie.
+        reverse: Whether time runs backwards.
+        save: One of `SAVE_MODES`.
+        stack: Where chunk buffers wait for the backward pass; None where nothing is saved.
+    """
+
+    cell: CellSpec
+    layers: tuple[Weights, ...]
+    layout: SequenceLayout
+    reverse: bool = False
+    save: str = "gates"
+    stack: Stack | None = None
+
+
+@dataclass
+class Gradients:
+    """Where a backend puts the gradients of one chunk.
+
+    Args:
+        dx: Rows [rows, I] to be written, or None where the input needs no gradient.
+        layers: Per layer, the sums of the weights' gradients (float32, float64 for float64) to be added to; None for
+            a weight that needs none.
+    """
+
+    dx: Tensor | None
+    layers: list[list[Tensor | None]] = field(default_factory=list)
+
+
+class Backend:
+    """One way to compute the layers."""
+
+    name: ClassVar[str]
+    saves: ClassVar[tuple[str, ...]]
+    """Save modes it has."""
+
+    def refusals(self, call: Call) -> list[str]:
+        """Return why this backend cannot run `call`, in words; empty where it can."""
+        raise NotImplementedError
+
+
+class RecordingBackend(Backend):
+    """A backend whose pass autograd records by itself; nothing of it is cut into chunks."""
+
+    def run(self, task: Task, x: Tensor, states: States) -> tuple[Tensor, States]:
+        """Compute the whole sequence: x [T, B, I] or rows [rows, I], states [layers, B, ...] -> (y, states)."""
+        raise NotImplementedError
+
+
+class ChunkedBackend(Backend):
+    """A backend that computes chunk by chunk and writes its own backward pass."""
+
+    reads_output: ClassVar[bool]
+    """Whether the backward pass reads the layers' output again."""
+
+    def chunk_steps(self, call: Call) -> int:
+        """Return how many steps a chunk has where the user does not say."""
+        raise NotImplementedError
+
+    def forward_chunk(
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, work: Workspace
+    ) -> tuple[States, object]:
+        """Compute one chunk.
+
+        Args:
+            task: The layers; `task.stack` is None where no backward pass will follow.
+            chunk: Which steps.
+            x: Input rows [rows, I].
+            states: States before the chunk, each [layers, B, ...].
+            y: Output rows [rows, P], to be written.
+            work: Scratch buffers.
+
+        Returns:
+            The states after the chunk (new tensors), and what `backward_chunk` needs beyond x, y and states.
+        """
+        raise NotImplementedError
+
+    def backward_chunk(
+        self,
+        task: Task,
+        chunk: Chunk,
+        x: Tensor,
+        y: Tensor,
+        states: States,
+        saved: object,
+        dy: Tensor | None,
+        dstates: States,
+        grads: Gradients,
+        keep: bool,
+        work: Workspace,
+    ) -> States:
+        """Compute the gradients of one chunk.
+
+        Args:
+            task: As in the forward pass.
+            chunk: Which steps.
+            x: Input rows [rows, I]; undefined where `needs_input` said that they are not needed.
+            y: Output rows [rows, P]; undefined where not needed.
+            states: States before the chunk.
+            saved: What `forward_chunk` returned.
+            dy: Gradient of y [rows, P], or None for zero.
+            dstates: Gradients of the states after the chunk, which may be overwritten.
+            grads: Where the results go.
+            keep: Whether the graph is kept for another backward pass, so that nothing saved may be changed.
+            work: Scratch buffers.
+
+        Returns:
+            The gradients of the states before the chunk.
+        """
+        raise NotImplementedError
+
+    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
+        """Return whether the backward pass reads (x, y) again."""
+        raise NotImplementedError
+
+
+def plain_call(call: Call) -> list[str]:
+    """Refusals common to every backend but the reference."""
+    reasons = []
+    if call.transformed:
+        reasons.append("it has no rule for torch.func transforms and forward-mode differentiation")
+    if call.T == 0 or call.B == 0:
+        reasons.append("the input is empty")
+    return reasons

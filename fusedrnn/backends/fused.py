@@ -1,0 +1,291 @@
+"""The data flow shared by every backend that computes a chunk with large products around a recurrence of its own.
+
+Forward, per chunk and layer: xproj = x W_ih^T + b goes into the gates buffer (one product), the recurrence turns it into
+activated gates in place and writes h and c. Backward: gates are taken from the slot or computed again (one product,
+since every h is known), the recurrence turns them into gradients of the pre-activations in place, and every other
+gradient is a product over the whole chunk, summed in float32.
+
+`save` says what a slot holds per row beyond the output: "gates" the gates and c, "cells" c, "hidden" nothing.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fusedrnn.backends.base import SAVE_MODES, Call, ChunkedBackend, Gradients, Handle, Task, Workspace
+from fusedrnn.cells import States, Weights, state_dtype
+from fusedrnn.layout import Chunk, Steps
+
+_GATES_BYTES = 4 << 20
+_LEAST_STEPS = 32
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One tensor in a slot: [rows, width] of one layer."""
+
+    name: str
+    layer: int
+    width: int
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@dataclass
+class _Saved:
+    """What the forward pass keeps of a chunk."""
+
+    fields: list[_Field]
+    handle: Handle | None
+
+
+@dataclass
+class LayerBuffers:
+    """The tensors of one layer in one chunk, all of them rows.
+
+    Args:
+        gates: [rows, 4H]: input projection, then activated gates, then gradients of the pre-activations.
+        c: [rows, H]: cell states, or None where nobody reads them again.
+        h: [rows, P]: outputs.
+    """
+
+    gates: Tensor
+    c: Tensor | None
+    h: Tensor
+
+
+class FusedBackend(ChunkedBackend):
+    """Base of the backends that bring their own recurrence."""
+
+    saves: ClassVar[tuple[str, ...]] = SAVE_MODES
+
+    # What a backend brings.
+
+    def recurrence_forward(
+        self,
+        weights: Weights,
+        buffers: LayerBuffers,
+        h0: Tensor,
+        c0: Tensor,
+        steps: Steps,
+        store: bool,
+        work: Workspace,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the steps: turn xproj into gates (if `store`), write h and c, return the states after the chunk."""
+        raise NotImplementedError
+
+    def recurrence_backward(
+        self,
+        weights: Weights,
+        buffers: LayerBuffers,
+        c0: Tensor,
+        dy: Tensor | None,
+        dh: Tensor,
+        dc: Tensor,
+        dproj: Tensor | None,
+        steps: Steps,
+        work: Workspace,
+    ) -> None:
+        """Run the steps backwards: turn gates into their gradients, and dh, dc into those before the chunk, in place.
+
+        `dproj` [rows, P] receives the gradients of the projected outputs where the layer has a projection.
+        """
+        raise NotImplementedError
+
+    def recompute(self, buffers: LayerBuffers, c0: Tensor, steps: Steps, cells_known: bool) -> None:
+        """Turn pre-activations into gates in place and, unless they are known, write the cells `buffers.c`."""
+        raise NotImplementedError
+
+    # The flow of a chunk.
+
+    def chunk_steps(self, call: Call) -> int:
+        """See `ChunkedBackend.chunk_steps`: gates of about 4 MiB, and at least 32 steps."""
+        return max(_LEAST_STEPS, _GATES_BYTES // max(1, 4 * call.B * call.H * call.dtype.itemsize))
+
+    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
+        """See `ChunkedBackend.needs`."""
+        again = save != "gates" or weights_need_grad
+        return again, again
+
+    def forward_chunk(
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, work: Workspace
+    ) -> tuple[States, object]:
+        """See `ChunkedBackend.forward_chunk`."""
+        fields = _fields(task, chunk.rows, x.dtype) if task.stack else []
+        slot = task.stack.reserve(fields[-1].stop) if task.stack and fields else None
+        finals = []
+        for index, weights in enumerate(task.layers):
+            buffers = _buffers(task, index, chunk.rows, fields, slot.buffer if slot else None, x, y, work)
+            _project(x, weights, buffers.gates)
+            finals.append(
+                self.recurrence_forward(
+                    weights,
+                    buffers,
+                    states[0][index],
+                    states[1][index],
+                    chunk.steps,
+                    store=bool(task.stack) and task.save == "gates",
+                    work=work,
+                )
+            )
+            x = buffers.h
+        h, c = (torch.stack(state) for state in zip(*finals, strict=True))
+        handle = task.stack.push(slot) if task.stack and slot else None
+        return (h, c), _Saved(fields, handle)
+
+    def backward_chunk(
+        self,
+        task: Task,
+        chunk: Chunk,
+        x: Tensor,
+        y: Tensor,
+        states: States,
+        saved: object,
+        dy: Tensor | None,
+        dstates: States,
+        grads: Gradients,
+        keep: bool,
+        work: Workspace,
+    ) -> States:
+        """See `ChunkedBackend.backward_chunk`."""
+        assert isinstance(saved, _Saved)
+        slot = saved.handle.get(writable=not keep) if saved.handle else None
+        dh, dc = dstates
+        for index in reversed(range(len(task.layers))):
+            weights, sums = task.layers[index], grads.layers[index]
+            buffers = _buffers(task, index, chunk.rows, saved.fields, slot, x, y, work)
+            below = x if index == 0 else _find(saved.fields, "h", index - 1, slot)
+            assert below is not None
+            h0, c0 = states[0][index], states[1][index]
+            if task.save != "gates":
+                self._pre_activations(weights, buffers, below, h0, chunk.steps)
+                self.recompute(buffers, c0, chunk.steps, cells_known=task.save == "cells")
+            elif keep:
+                buffers.gates = work.get("dgates", buffers.gates.shape, x.dtype).copy_(buffers.gates)
+            unprojected = _unprojected(buffers, work) if weights.weight_hr is not None else None
+            dproj = work.get("dproj", buffers.h.shape, x.dtype) if weights.weight_hr is not None else None
+            self.recurrence_backward(weights, buffers, c0, dy, dh[index], dc[index], dproj, chunk.steps, work)
+            _add_products(weights, sums, buffers, below, h0, unprojected, dproj, chunk.steps)
+            if index > 0:
+                dy = torch.mm(buffers.gates, weights.weight_ih, out=work.get("dy", below.shape, x.dtype))
+            elif grads.dx is not None:
+                torch.mm(buffers.gates, weights.weight_ih, out=grads.dx)
+        if saved.handle and not keep:
+            saved.handle.release()
+        return dh, dc
+
+    def _pre_activations(
+        self, weights: Weights, buffers: LayerBuffers, below: Tensor, h0: Tensor, steps: Steps
+    ) -> None:
+        """Compute the chunk's pre-activations again, with every h known."""
+        _project(below, weights, buffers.gates)
+        for start, stop, source, from_state in steps.links:
+            before = h0 if from_state else buffers.h
+            buffers.gates[start:stop].addmm_(before[source : source + stop - start], weights.weight_hh.t())
+
+
+def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[_Field]:
+    """Lay out a slot: per layer the gates, c, and the output where it is not the user's."""
+    fields: list[_Field] = []
+    stop = 0
+    for index, weights in enumerate(task.layers):
+        wanted = []
+        if task.save == "gates":
+            wanted.append(("gates", 4 * weights.hidden_size, dtype))
+        if task.save != "hidden":
+            wanted.append(("c", weights.hidden_size, state_dtype(dtype)))
+        if index + 1 < len(task.layers):
+            wanted.append(("h", weights.output_size, dtype))
+        for name, width, element in wanted:
+            start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+            stop = start + rows * width * element.itemsize
+            fields.append(_Field(name, index, width, element, start, stop))
+    return fields
+
+
+def _find(fields: list[_Field], name: str, layer: int, buffer: Tensor | None) -> Tensor | None:
+    """Return a field's tensor [rows, width] in the slot's buffer, or None where the slot has no such field."""
+    for field in fields:
+        if (field.name, field.layer) == (name, layer) and buffer is not None:
+            return buffer[field.start : field.stop].view(field.dtype).view(-1, field.width)
+    return None
+
+
+def _buffers(
+    task: Task,
+    index: int,
+    rows: int,
+    fields: list[_Field],
+    slot: Tensor | None,
+    x: Tensor,
+    y: Tensor,
+    work: Workspace,
+) -> LayerBuffers:
+    """Collect a layer's tensors: from the slot where they are saved, else scratch; the last layer's output is y."""
+    H, P = task.layers[index].hidden_size, task.layers[index].output_size
+    gates = _find(fields, "gates", index, slot)
+    c = _find(fields, "c", index, slot)
+    h = y if index + 1 == len(task.layers) else _find(fields, "h", index, slot)
+    return LayerBuffers(
+        work.get("gates", (rows, 4 * H), x.dtype) if gates is None else gates,
+        work.get("c", (rows, H), state_dtype(x.dtype)) if c is None else c,
+        work.get(f"h{index % 2}", (rows, P), x.dtype) if h is None else h,
+    )
+
+
+def _project(x: Tensor, weights: Weights, out: Tensor) -> None:
+    """Write x W_ih^T + b_ih + b_hh to `out` [rows, 4H]."""
+    if weights.bias_ih is None or weights.bias_hh is None:
+        torch.mm(x, weights.weight_ih.t(), out=out)
+    else:
+        torch.addmm(weights.bias_ih + weights.bias_hh, x, weights.weight_ih.t(), out=out)
+
+
+def _unprojected(buffers: LayerBuffers, work: Workspace) -> Tensor:
+    """Return o * tanh(c) [rows, H], the outputs before the projection."""
+    assert buffers.c is not None
+    out_gate = buffers.gates[:, -buffers.c.shape[1] :]
+    hidden = work.get("unprojected", tuple(buffers.c.shape), buffers.gates.dtype)
+    return hidden.copy_(torch.tanh(buffers.c).mul_(out_gate))
+
+
+def _add_products(
+    weights: Weights,
+    sums: list[Tensor | None],
+    buffers: LayerBuffers,
+    below: Tensor,
+    h0: Tensor,
+    unprojected: Tensor | None,
+    dproj: Tensor | None,
+    steps: Steps,
+) -> None:
+    """Add the chunk's share of the weights' gradients: products of the gates' gradients with what came in."""
+    total = Weights(*sums)  # type: ignore[arg-type]
+    dgates = buffers.gates
+    if total.weight_ih is not None:
+        _add_product(total.weight_ih, dgates, below)
+    if total.weight_hh is not None:
+        for start, stop, source, from_state in steps.links:
+            before = h0 if from_state else buffers.h
+            _add_product(total.weight_hh, dgates[start:stop], before[source : source + stop - start])
+    if total.bias_ih is not None or total.bias_hh is not None:
+        db = dgates.sum(0, dtype=state_dtype(dgates.dtype))
+        for bias in (total.bias_ih, total.bias_hh):
+            if bias is not None:
+                bias.add_(db)
+    if total.weight_hr is not None and unprojected is not None and dproj is not None:
+        _add_product(total.weight_hr, dproj, unprojected)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a^T b to `total` in its own dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a.t(), b)
+    elif a.is_cuda:
+        total.add_(torch.mm(a.t(), b, out_dtype=total.dtype))
+    else:
+        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))

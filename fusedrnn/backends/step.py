@@ -1,0 +1,105 @@
+"""The recurrence as a loop over the steps: a product by torch, then whatever a backend does elementwise."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrnn.backends.base import Workspace
+from fusedrnn.backends.fused import FusedBackend, LayerBuffers
+from fusedrnn.cells import Weights
+from fusedrnn.layout import Steps
+
+
+class StepBackend(FusedBackend):
+    """Base of the backends that launch step by step."""
+
+    def step_forward(self, pre: Tensor, c_prev: Tensor, h: Tensor, c: Tensor, store: bool) -> None:
+        """Compute one step from its pre-activations [n, 4H]: write h and c, and the gates over `pre` if `store`."""
+        raise NotImplementedError
+
+    def begin_backward(self, buffers: LayerBuffers, c0: Tensor, steps: Steps, work: Workspace) -> Any:
+        """Prepare a chunk's backward pass; the result is handed to every `step_backward`."""
+
+    def step_backward(
+        self,
+        prepared: Any,
+        buffers: LayerBuffers,
+        rows: slice,
+        c_prev: Tensor,
+        dy: Tensor | None,
+        dh: Tensor | None,
+        dc: Tensor,
+    ) -> None:
+        """Turn one step's gates into gradients and `dc` [n, H] into the gradient one step earlier, in place."""
+        raise NotImplementedError
+
+    def recurrence_forward(
+        self,
+        weights: Weights,
+        buffers: LayerBuffers,
+        h0: Tensor,
+        c0: Tensor,
+        steps: Steps,
+        store: bool,
+        work: Workspace,
+    ) -> tuple[Tensor, Tensor]:
+        """See `FusedBackend.recurrence_forward`."""
+        assert buffers.c is not None
+        hh, hr = weights.weight_hh.t(), None if weights.weight_hr is None else weights.weight_hr.t()
+        before, n_before = 0, 0
+        for offset, n in steps.spans():
+            rows = slice(offset, offset + n)
+            pre, y, c = buffers.gates[rows], buffers.h[rows], buffers.c[rows]
+            pre.addmm_(_previous(buffers.h, h0, before, n_before, n), hh)
+            h = y if hr is None else work.get("h", tuple(c.shape), y.dtype)
+            self.step_forward(pre, _previous(buffers.c, c0, before, n_before, n), h, c, store)
+            if hr is not None:
+                torch.mm(h, hr, out=y)
+            before, n_before = offset, n
+        return _finals(buffers.h, h0, steps), _finals(buffers.c, c0, steps)
+
+    def recurrence_backward(
+        self,
+        weights: Weights,
+        buffers: LayerBuffers,
+        c0: Tensor,
+        dy: Tensor | None,
+        dh: Tensor,
+        dc: Tensor,
+        dproj: Tensor | None,
+        steps: Steps,
+        work: Workspace,
+    ) -> None:
+        """See `FusedBackend.recurrence_backward`."""
+        assert buffers.c is not None
+        prepared = self.begin_backward(buffers, c0, steps, work)
+        spans = list(steps.spans())
+        for index in reversed(range(len(spans))):
+            offset, n = spans[index]
+            before, n_before = spans[index - 1] if index else (0, 0)
+            rows = slice(offset, offset + n)
+            c_prev = _previous(buffers.c, c0, before, n_before, n)
+            dy_step, dh_step = None if dy is None else dy[rows], dh[:n]
+            if dproj is not None and weights.weight_hr is not None:
+                torch.add(dh_step, 0 if dy_step is None else dy_step, out=dproj[rows])
+                dy_step, dh_step = None, torch.mm(dproj[rows], weights.weight_hr)
+            self.step_backward(prepared, buffers, rows, c_prev, dy_step, dh_step, dc[:n])
+            torch.mm(buffers.gates[rows], weights.weight_hh, out=dh[:n])
+
+
+def _previous(rows: Tensor, initial: Tensor, before: int, n_before: int, n: int) -> Tensor:
+    """Return the states [n, ...] that a step of n rows follows: a view where they lie together."""
+    if n <= n_before:
+        return rows[before : before + n]
+    if not n_before:
+        return initial[:n]
+    return torch.cat((rows[before : before + n_before], initial[n_before:n]))
+
+
+def _finals(rows: Tensor, initial: Tensor, steps: Steps) -> Tensor:
+    """Return the states after the chunk, a tensor of its own."""
+    after = initial.clone()
+    for start, stop, row in steps.finals:
+        after[start:stop] = rows[row : row + stop - start]
+    return after

@@ -1,0 +1,275 @@
+"""The functional form: validate, choose a backend, run."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusedrnn import _checks
+from fusedrnn.backends import BACKENDS, Choice, choose
+from fusedrnn.backends.base import SAVE_MODES, Call, Task
+from fusedrnn.backends.onednn import OneDNN
+from fusedrnn.cells import LSTM, States, Weights, state_dtype
+from fusedrnn.layout import SequenceLayout
+from fusedrnn.offload.resident import ResidentStack
+from fusedrnn.sequence import Plan, run
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a layer is run; see `fusedrnn.LSTM` for the meaning of each.
+
+    Raises:
+        ValueError: If one of them is not among its choices.
+    """
+
+    save: str = "auto"
+    chunk: int | str = "auto"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _checks.require_choice("save", self.save, ("auto", *SAVE_MODES))
+        _checks.require_choice("backend", self.backend, ("auto", *BACKENDS))
+        _checks.require_chunk(self.chunk)
+
+
+def lstm(
+    x: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+    weight_hr: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    save: str = "auto",
+    chunk: int | str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Run one LSTM layer in one direction.
+
+    i, f, o = sigmoid(.), g = tanh(.) of W_ih x_t + b_ih + W_hh h_{t-1} + b_hh; c_t = f c_{t-1} + i g;
+    h_t = W_hr (o tanh(c_t)), without W_hr where no projection is given. The order of the gates is torch's: i, f, g, o.
+
+    Args:
+        x: Input [T, B, I].
+        state: h0 [B, P] and c0 [B, H], P being the width of the output (H without a projection); None for zeros.
+        weight_ih: [4H, I].
+        weight_hh: [4H, P].
+        bias_ih: [4H], or None.
+        bias_hh: [4H], or None; both biases are given or neither.
+        weight_hr: Projection [P, H], or None.
+        reverse: Run from the last step to the first.
+        save: What is kept for the backward pass; see `fusedrnn.LSTM`.
+        chunk: Timesteps per chunk, or "auto"; see `fusedrnn.LSTM`.
+        backend: Who computes it; see `fusedrnn.LSTM`.
+
+    Returns:
+        y [T, B, P], and the final states (h [B, P], c [B, H]).
+
+    Raises:
+        TypeError: If an argument is not a tensor.
+        ValueError: If shapes, dtypes or devices do not agree.
+        RuntimeError: If no backend can run the call; the message has every backend's reasons.
+    """
+    options = Options(save, chunk, backend)
+    _check_input(x, "(T, B, I)", 3)
+    weights = Weights(weight_ih, weight_hh, bias_ih, bias_hh, weight_hr)
+    H, P = _check_weights(x, weights)
+    layout = SequenceLayout(x.shape[0], x.shape[1])
+    states = None
+    if state is not None:
+        states = check_states(state, ("(B, P)", "(B, H)"), ((layout.batch, P), (layout.batch, H)), x)
+        states = states[0][None], states[1][None]
+    y, (h, c), _ = run_layers(x, states, [weights], layout, options, reverse=reverse)
+    return y, (h[0], c[0])
+
+
+def run_layers(
+    x: Tensor,
+    states: tuple[Tensor, Tensor] | None,
+    layers: Sequence[Weights],
+    layout: SequenceLayout,
+    options: Options,
+    *,
+    directions: int = 1,
+    dropout: float = 0.0,
+    reverse: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor], Choice]:
+    """Run a stack of layers whose arguments have been checked.
+
+    Args:
+        x: Input [T, B, I], or rows [rows, I] where the layout is packed.
+        states: h0 [layers * directions, B, P] and c0 [layers * directions, B, H], or None for zeros.
+        layers: Weights, layer by layer, forward before reverse.
+        layout: Where the rows lie.
+        options: How to run.
+        directions: 1, or 2 for bidirectional layers.
+        dropout: Probability of dropout between layers; 0 when evaluating.
+        reverse: With one direction: run from the last step to the first.
+
+    Returns:
+        The output, the final states, and who ran it.
+    """
+    x, states, layers, autocast = _under_autocast(x, states, layers)
+    H, P = layers[0].hidden_size, layers[0].output_size
+    if states is None:
+        h0 = x.new_zeros(len(layers), layout.batch, P)
+        c0 = x.new_zeros((len(layers), layout.batch, H), dtype=state_dtype(x.dtype))
+    else:
+        h0, c0 = states[0], states[1].to(state_dtype(x.dtype))
+    call = _describe(x, (h0, c0), layers, layout, directions)
+    choice = choose(call, options.backend, options.save, options.chunk)
+    with autocast:
+        if isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
+            y, (h, c) = choice.backend.run_whole(x, (h0, c0), list(layers), directions, dropout)
+        else:
+            y, (h, c) = _run_stages(x, (h0, c0), layers, layout, choice, directions, dropout, reverse)
+    return y, (h, c.to(x.dtype)), choice
+
+
+def _run_stages(
+    x: Tensor,
+    states: States,
+    layers: Sequence[Weights],
+    layout: SequenceLayout,
+    choice: Choice,
+    directions: int,
+    dropout: float,
+    reverse: bool,
+) -> tuple[Tensor, States]:
+    """Run the layers in stages: chunks pass through all layers of a stage before the next chunk starts.
+
+    A stage ends where a layer must be complete before the next one starts: between bidirectional layers, and where
+    dropout is drawn.
+    """
+    depth = 1 if directions == 2 or dropout else len(layers)
+    finals = []
+    for first in range(0, len(layers), depth * directions):
+        outputs = []
+        for direction in range(directions):
+            rows = slice(first + direction, first + direction + depth)
+            task = Task(
+                LSTM,
+                tuple(layers[rows]),
+                layout,
+                reverse=reverse or direction == 1,
+                save=choice.save,
+                stack=ResidentStack(x.device),
+            )
+            plan = Plan(task, choice.backend, choice.chunk)  # type: ignore[arg-type]
+            y, after = run(plan, x, tuple(state[rows] for state in states))
+            outputs.append(y)
+            finals.append(after)
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout and first + depth * directions < len(layers):
+            x = F.dropout(x, dropout, training=True)
+    if len(finals) == 1:
+        return x, finals[0]
+    return x, tuple(map(torch.cat, zip(*finals, strict=True)))
+
+
+def check_states(
+    states: object, letters: tuple[str, str], shapes: tuple[tuple[int, ...], tuple[int, ...]], x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return h0 and c0 after checking that they are tensors of the given shapes, of x's dtype and on its device."""
+    if not isinstance(states, (tuple, list)) or len(states) != 2:
+        raise TypeError(f"the state must be a tuple (`h0`, `c0`), got {type(states).__name__}")
+    autocast = torch.is_autocast_enabled(x.device.type)
+    for name, tensor, word, shape in zip(("h0", "c0"), states, letters, shapes, strict=True):
+        _checks.require_tensor(name, tensor)
+        _checks.require_shape(name, tensor, word, shape)
+        _checks.require_like(name, tensor, tensor.dtype if autocast else x.dtype, x.device, "the input")
+    return states[0], states[1]
+
+
+def _check_input(x: Tensor, letters: str, dims: int) -> None:
+    _checks.require_tensor("x", x)
+    _checks.require_floating("x", x)
+    if x.dim() != dims:
+        raise ValueError(f"`x` must have {dims} dimensions {letters}, got shape {tuple(x.shape)}")
+
+
+def _check_weights(x: Tensor, weights: Weights) -> tuple[int, int]:
+    """Check one layer's weights against each other and the input; return (H, P)."""
+    for name, weight in zip(weights._fields, weights, strict=True):
+        if weight is not None:
+            _checks.require_tensor(name, weight)
+            same = torch.is_autocast_enabled(x.device.type)
+            _checks.require_like(name, weight, weight.dtype if same else x.dtype, x.device, "`x`")
+    if weights.weight_ih.dim() != 2 or weights.weight_ih.shape[0] % 4 or not weights.weight_ih.shape[0]:
+        raise ValueError(f"`weight_ih` must have shape (4H, I), got {tuple(weights.weight_ih.shape)}")
+    if weights.weight_hh.dim() != 2:
+        raise ValueError(f"`weight_hh` must have shape (4H, P), got {tuple(weights.weight_hh.shape)}")
+    H, P = weights.hidden_size, weights.output_size
+    _checks.require_shape("weight_ih", weights.weight_ih, "(4H, I)", (4 * H, x.shape[-1]))
+    _checks.require_shape("weight_hh", weights.weight_hh, "(4H, P)", (4 * H, P if weights.weight_hr is not None else H))
+    if (weights.bias_ih is None) != (weights.bias_hh is None):
+        raise ValueError("`bias_ih` and `bias_hh` must both be given or both be None, got one of them")
+    for name in ("bias_ih", "bias_hh"):
+        bias = getattr(weights, name)
+        if bias is not None:
+            _checks.require_shape(name, bias, "(4H,)", (4 * H,))
+    if weights.weight_hr is not None:
+        _checks.require_shape("weight_hr", weights.weight_hr, "(P, H)", (P, H))
+    return H, P
+
+
+def _under_autocast(
+    x: Tensor, states: tuple[Tensor, Tensor] | None, layers: Sequence[Weights]
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Sequence[Weights], AbstractContextManager]:
+    """Apply autocast: under it, everything but float64 is converted to its dtype, and the layers run without it."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, states, layers, nullcontext()
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+    x = x if x.dtype == torch.float64 else x.to(dtype)
+    # c is carried in float32 whatever the dtype, so it need not be rounded first.
+    states = None if states is None else (states[0].to(x.dtype), states[1])
+    layers = [Weights(*map(cast, weights)) for weights in layers]  # type: ignore[arg-type]
+    return x, states, layers, torch.autocast(device, enabled=False)
+
+
+def _describe(x: Tensor, states: States, layers: Sequence[Weights], layout: SequenceLayout, directions: int) -> Call:
+    """Collect what the choice of a backend depends on."""
+    grad = torch.is_grad_enabled() and (
+        x.requires_grad
+        or any(state.requires_grad for state in states)
+        or any(weight is not None and weight.requires_grad for weights in layers for weight in weights)
+    )
+    return Call(
+        T=layout.steps,
+        B=layout.batch,
+        I=x.shape[-1],
+        H=layers[0].hidden_size,
+        P=layers[0].output_size,
+        layers=len(layers) // directions,
+        directions=directions,
+        dtype=x.dtype,
+        device=x.device.type,
+        packed=layout.batch_sizes is not None,
+        grad=grad,
+        transformed=_transformed(),
+        memory=_memory(x.device.index) if x.is_cuda else 0,
+        onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
+    )
+
+
+def _transformed() -> bool:
+    """Whether a `torch.func` transform or forward-mode differentiation is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+@lru_cache(maxsize=64)
+def _memory(index: int) -> int:
+    """Bytes of a CUDA device's memory."""
+    return torch.cuda.get_device_properties(index).total_memory

@@ -1,0 +1,151 @@
+"""`fusedrnn.LSTM`: a `torch.nn.LSTM` that needs far less memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fusedrnn import _checks
+from fusedrnn.cells import Weights
+from fusedrnn.functional import Options, check_states, run_layers
+from fusedrnn.layout import SequenceLayout
+
+
+class LSTM(nn.LSTM):
+    """Apply a long short-term memory network to sequences, as `torch.nn.LSTM` does, in a fraction of its memory.
+
+    i, f, o = sigmoid(.), g = tanh(.) of W_ih x_t + b_ih + W_hh h_{t-1} + b_hh; c_t = f c_{t-1} + i g;
+    h_t = o tanh(c_t), or W_hr (o tanh(c_t)) with `proj_size`.
+
+    It is a `torch.nn.LSTM`: the same arguments, parameters, initial values from the same seed and `state_dict`, so that
+    checkpoints go both ways. The keywords after these say how it runs, never what it computes.
+
+    Args:
+        *args: `input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False,
+            proj_size=0, device=None, dtype=None`, by position or by name, as in `torch.nn.LSTM`.
+        save: What is kept of each timestep for the backward pass, beyond input and output. "gates": gates and cell
+            states (5H numbers), nothing is computed again. "cells": cell states (H). "hidden": nothing but the states
+            between chunks; gates and cells are computed again chunk by chunk, which is not sequential and often costs
+            less than the memory traffic it saves. "auto" chooses by size and memory; `explain()` says why.
+        chunk: Timesteps per chunk, the unit of computing again; "auto" chooses by bytes.
+        backend: "triton_step", "onednn", "torch_step" or "reference", or "auto" for the first that can run the call. A
+            backend named here is used or refused, never replaced.
+        **kwargs: The arguments of `torch.nn.LSTM` by name.
+
+    Raises:
+        ValueError: If an argument is not among its choices.
+
+    Shapes are those of `torch.nn.LSTM`, a sequence without batch dimension and `PackedSequence` included. Further to
+    it, an input of no timesteps is taken: the states come back as they were.
+    """
+
+    def __init__(self, *args: Any, save: str = "auto", chunk: int | str = "auto", backend: str = "auto", **kwargs: Any):
+        options = Options(save, chunk, backend)
+        super().__init__(*args, **kwargs)
+        self.options = options
+        self._choice = "it has not run yet"
+
+    def extra_repr(self) -> str:
+        """Return torch's representation with the options that are not the default."""
+        default = Options()
+        changed = [f"{name}={value!r}" for name, value in vars(self.options).items() if value != getattr(default, name)]
+        return ", ".join([super().extra_repr(), *changed])
+
+    def explain(self) -> str:
+        """Say who ran the last call, what it saved, and why."""
+        return self._choice
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor | PackedSequence, tuple[Tensor, Tensor]]:
+        """Run the layers.
+
+        Args:
+            input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
+            hx: Initial states h0 [num_layers * directions, B, P] and c0 [num_layers * directions, B, H] (without B for
+                one sequence); zeros if not given.
+
+        Returns:
+            The output, shaped as the input with features [directions * P], and the final states (h_n, c_n), shaped as
+            `hx`.
+
+        Raises:
+            TypeError: If an argument is not a tensor.
+            ValueError: If shapes, dtypes or devices do not agree.
+            RuntimeError: If no backend can run the call; the message has every backend's reasons.
+        """
+        if torch.compiler.is_compiling():
+            return super().forward(input, hx)
+        packed = input if isinstance(input, PackedSequence) else None
+        x = input if packed is None else packed.data
+        self._check_input(x, packed is not None)
+        batched = packed is not None or x.dim() == 3
+        if packed is not None:
+            sizes = tuple(packed.batch_sizes.tolist())
+            layout = SequenceLayout(len(sizes), sizes[0], sizes)
+        else:
+            x = x if batched else x.unsqueeze(1)
+            x = x.transpose(0, 1) if self.batch_first and batched else x
+            layout = SequenceLayout(x.shape[0], x.shape[1])
+        states = None if hx is None else self._check_states(hx, x, layout.batch, batched)
+        if states is not None and packed is not None and packed.sorted_indices is not None:
+            states = states[0].index_select(1, packed.sorted_indices), states[1].index_select(1, packed.sorted_indices)
+        y, (h, c), choice = run_layers(
+            x,
+            states,
+            self._layers(),
+            layout,
+            self.options,
+            directions=2 if self.bidirectional else 1,
+            dropout=self.dropout if self.training and self.num_layers > 1 else 0.0,
+        )
+        self._choice = f"backend {choice.backend.name!r}, save={choice.save!r}, chunk={choice.chunk}: {choice.reason}"
+        if packed is not None:
+            out = PackedSequence(y, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+            if packed.unsorted_indices is not None:
+                h, c = h.index_select(1, packed.unsorted_indices), c.index_select(1, packed.unsorted_indices)
+            return out, (h, c)
+        if not batched:
+            return y.squeeze(1), (h.squeeze(1), c.squeeze(1))
+        return (y.transpose(0, 1) if self.batch_first else y), (h, c)
+
+    def _layers(self) -> list[Weights]:
+        """Return the weights of the moment: parametrized, pruned and swapped ones included."""
+        layers = []
+        for layer in range(self.num_layers):
+            for suffix in ("", "_reverse") if self.bidirectional else ("",):
+                names = Weights(
+                    *(f"{name}_l{layer}{suffix}" for name in Weights._fields)  # type: ignore[arg-type]
+                )
+                weights = [getattr(self, str(name), None) for name in names]
+                layers.append(Weights(*weights))  # type: ignore[arg-type]
+        return layers
+
+    def _check_input(self, x: Any, packed: bool) -> None:
+        _checks.require_tensor("input", x)
+        _checks.require_floating("input", x)
+        if x.dim() not in ((2,) if packed else (2, 3)):
+            order = "(B, T, I)" if self.batch_first else "(T, B, I)"
+            raise ValueError(f"`input` must have shape {order}, or (T, I) for one sequence, got {tuple(x.shape)}")
+        if x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"`input` must have a last dimension of `input_size` = {self.input_size}, got {x.shape[-1]} in shape "
+                f"{tuple(x.shape)}"
+            )
+        weight = self.weight_ih_l0
+        autocast = torch.is_autocast_enabled(x.device.type)
+        _checks.require_like("input", x, x.dtype if autocast else weight.dtype, weight.device, "the weights")
+
+    def _check_states(self, hx: Any, x: Tensor, batch: int, batched: bool) -> tuple[Tensor, Tensor]:
+        """Check the initial states and return them with a batch dimension."""
+        count = self.num_layers * (2 if self.bidirectional else 1)
+        shape = (count, batch) if batched else (count,)
+        word = "num_layers * directions, B" if batched else "num_layers * directions"
+        h0, c0 = check_states(
+            hx,
+            (f"({word}, {'P' if self.proj_size else 'H'})", f"({word}, H)"),
+            ((*shape, self.proj_size or self.hidden_size), (*shape, self.hidden_size)),
+            x,
+        )
+        return (h0, c0) if batched else (h0.unsqueeze(1), c0.unsqueeze(1))

@@ -1,0 +1,184 @@
+"""The autograd function: chunks forward, chunks backward. It knows neither which cell runs nor how it is computed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrnn.backends.base import ChunkedBackend, Gradients, RecordingBackend, Task, Workspace
+from fusedrnn.backends.reference import Reference
+from fusedrnn.cells import States, Weights, state_dtype
+from fusedrnn.layout import Chunk, SequenceLayout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A task, who runs it, and in which pieces."""
+
+    task: Task
+    backend: RecordingBackend | ChunkedBackend
+    chunk: int
+
+
+def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:
+    """Compute the layers of a plan.
+
+    Args:
+        plan: What to compute and how.
+        x: Input [T, B, I], or rows [rows, I] where the layout is packed.
+        states: Initial states, each [layers, B, width]; the first in the dtype of x, the others in `state_dtype`.
+
+    Returns:
+        The output ([T, B, P] or rows [rows, P]) and the final states.
+    """
+    if isinstance(plan.backend, RecordingBackend) and plan.task.save == "gates":
+        return plan.backend.run(plan.task, x, states)
+    assert isinstance(plan.backend, ChunkedBackend)
+    flat, layers = _flatten(plan.task.layers)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *flat)):
+        y, *finals = _Sequence.apply(plan, layers, len(states), x, *states, *flat)
+    else:
+        plan = replace(plan, task=replace(plan.task, stack=None))
+        y, finals, _ = _forward(plan, x, states)
+    return y.view(*x.shape[:-1], y.shape[-1]), tuple(finals)
+
+
+def _flatten(layers: tuple[Weights, ...]) -> tuple[list[Tensor], list[list[bool]]]:
+    """Return the weights that are there, and which those are."""
+    present = [[weight is not None for weight in weights] for weights in layers]
+    return [weight for weights in layers for weight in weights if weight is not None], present
+
+
+def _unflatten(flat: list[Any], present: list[list[bool]]) -> list[list[Any]]:
+    """Undo `_flatten`."""
+    items = iter(flat)
+    return [[next(items) if there else None for there in layer] for layer in present]
+
+
+def _forward(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[tuple[States, object]]]:
+    """Run the chunks; return output rows, final states, and per chunk its initial states and what it saved."""
+    task, layout = plan.task, plan.task.layout
+    work = Workspace(x.device)
+    y = x.new_empty(layout.rows, task.layers[-1].output_size)
+    history = []
+    for chunk in layout.chunks(plan.chunk, task.reverse, halve_tail=True):
+        before = states
+        states, saved = plan.backend.forward_chunk(  # type: ignore[union-attr]
+            task, chunk, layout.take(x, chunk), before, y[chunk.start : chunk.stop], work
+        )
+        if task.stack:
+            history.append((before, saved))
+    return y, states, history
+
+
+class _Sequence(torch.autograd.Function):
+    """Inputs: plan, which weights there are, number of states, x, the states, the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, present: list[list[bool]], n_states: int, x: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        states, flat = tensors[:n_states], list(tensors[n_states:])
+        task = replace(plan.task, layers=tuple(Weights(*layer) for layer in _unflatten(flat, present)))
+        plan = replace(plan, task=task)
+        y, finals, history = _forward(plan, x, states)
+        weights_need_grad = any(ctx.needs_input_grad[4 + n_states :])
+        assert isinstance(plan.backend, ChunkedBackend)
+        reads_x, reads_y = plan.backend.needs(task.save, weights_need_grad)
+        ctx.save_for_backward(*([x] if reads_x else []), *([y] if reads_y else []), *states, *flat)
+        ctx.reads = reads_x, reads_y
+        # The first chunk starts from the inputs, which autograd saves; only later borders are kept here.
+        ctx.history = [(None if before is states else before, saved) for before, saved in history]
+        ctx.plan = replace(plan, task=replace(task, layers=()))
+        ctx.present, ctx.n_states, ctx.shape = present, n_states, x.shape
+        ctx.set_materialize_grads(False)
+        return y, *finals
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *dfinals: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = list(ctx.saved_tensors)
+        x = saved.pop(0) if ctx.reads[0] else None
+        y = saved.pop(0) if ctx.reads[1] else None
+        states, flat = tuple(saved[: ctx.n_states]), saved[ctx.n_states :]
+        task = replace(ctx.plan.task, layers=tuple(Weights(*layer) for layer in _unflatten(flat, ctx.present)))
+        if dy is not None:
+            dy = dy.view(*ctx.shape[:-1], -1)
+        if torch.is_grad_enabled():
+            return None, None, None, *_differentiable_backward(ctx, task, x, states, flat, (dy, *dfinals))
+        needs_x, needs_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4 + ctx.n_states :]
+        dtype, device, layout = states[0].dtype, states[0].device, task.layout
+        sums = [
+            torch.zeros_like(weight, dtype=state_dtype(dtype)) if needed else None
+            for weight, needed in zip(flat, needs_weights, strict=True)
+        ]
+        dx = torch.empty((layout.rows, ctx.shape[-1]), dtype=dtype, device=device) if needs_x else None
+        grads = Gradients(None, _unflatten(sums, ctx.present))
+        dstates: States = tuple(
+            torch.zeros_like(state) if given is None else given.clone(memory_format=torch.contiguous_format)
+            for state, given in zip(states, dfinals, strict=True)
+        )
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        work = Workspace(device)
+        for chunk, (before, entry) in zip(
+            reversed(layout.chunks(ctx.plan.chunk, task.reverse, halve_tail=True)),
+            reversed(ctx.history) if keep else _drain(ctx.history),
+            strict=True,
+        ):
+            grads.dx = None if dx is None else dx[chunk.start : chunk.stop]
+            dstates = ctx.plan.backend.backward_chunk(
+                task,
+                chunk,
+                _take(layout, x, chunk),
+                _take(layout, y, chunk),
+                states if before is None else before,
+                entry,
+                _take(layout, dy, chunk),
+                dstates,
+                grads,
+                keep,
+                work,
+            )
+        weights = (None if total is None else total.to(dtype) for total in sums)
+        return None, None, None, None if dx is None else dx.view(ctx.shape), *dstates, *weights
+
+
+def _take(layout: SequenceLayout, tensor: Tensor | None, chunk: Chunk) -> Tensor | None:
+    return None if tensor is None else layout.take(tensor, chunk)
+
+
+def _drain(history: list[Any]) -> Iterator[Any]:
+    """Yield the entries from the newest on and let go of each, so that memory falls as the backward pass goes on."""
+    while history:
+        yield history.pop()
+
+
+def _differentiable_backward(
+    ctx: Any,
+    task: Task,
+    x: Tensor | None,
+    states: States,
+    flat: list[Tensor],
+    douts: tuple[Tensor | None, ...],
+) -> list[Tensor | None]:
+    """Compute the gradients by recorded operations, so that they can be differentiated again.
+
+    The reference computes the sequence once more with autograd recording all of it: derivatives of any order, at the
+    memory that this takes.
+    """
+    if x is None:
+        raise RuntimeError(
+            'a derivative of second order needs the input, which save="gates" does not keep when all weights are '
+            'frozen: use save="hidden", or backend="reference"'
+        )
+    # Views, so that no input is reached through another one's history.
+    inputs = [tensor.view_as(tensor) for tensor in (x, *states, *flat)]
+    n = 1 + ctx.n_states
+    layers = tuple(Weights(*layer) for layer in _unflatten(inputs[n:], ctx.present))
+    y, finals = Reference().run(replace(task, layers=layers, stack=None), inputs[0], tuple(inputs[1:n]))
+    pairs = [(out, dout) for out, dout in zip((y, *finals), douts, strict=True) if dout is not None]
+    wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True) if needed]
+    outputs, given = zip(*pairs, strict=True)
+    results = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True))
+    return [next(results) if needed else None for needed in ctx.needs_input_grad[3:]]
