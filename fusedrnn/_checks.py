@@ -50,3 +50,9 @@ def require_chunk(value: Any) -> None:
     """Raise ValueError unless `value` is "auto" or a number of timesteps."""
     if value != "auto" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         raise ValueError(f'`chunk` must be "auto" or a number of timesteps of at least 1, got {value!r}')
+
+
+def under_autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device, so that dtypes need not agree."""
+    device = tensor.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -162,7 +162,7 @@ def _run_stages(
                 save=choice.save,
                 stack=ResidentStack(x.device),
             )
-            plan = Plan(task, choice.backend, choice.chunk)  # type: ignore[arg-type]
+            plan = Plan(task, choice.backend, choice.chunk)
             y, after = run(plan, x, tuple(state[rows] for state in states))
             outputs.append(y)
             finals.append(after)
@@ -180,7 +180,7 @@ def check_states(
     """Return h0 and c0 after checking that they are tensors of the given shapes, of x's dtype and on its device."""
     if not isinstance(states, (tuple, list)) or len(states) != 2:
         raise TypeError(f"the state must be a tuple (`h0`, `c0`), got {type(states).__name__}")
-    autocast = torch.is_autocast_enabled(x.device.type)
+    autocast = _checks.under_autocast(x)
     for name, tensor, word, shape in zip(("h0", "c0"), states, letters, shapes, strict=True):
         _checks.require_tensor(name, tensor)
         _checks.require_shape(name, tensor, word, shape)
@@ -200,8 +200,8 @@ def _check_weights(x: Tensor, weights: Weights) -> tuple[int, int]:
     for name, weight in zip(weights._fields, weights, strict=True):
         if weight is not None:
             _checks.require_tensor(name, weight)
-            same = torch.is_autocast_enabled(x.device.type)
-            _checks.require_like(name, weight, weight.dtype if same else x.dtype, x.device, "`x`")
+            autocast = _checks.under_autocast(x)
+            _checks.require_like(name, weight, weight.dtype if autocast else x.dtype, x.device, "`x`")
     if weights.weight_ih.dim() != 2 or weights.weight_ih.shape[0] % 4 or not weights.weight_ih.shape[0]:
         raise ValueError(f"`weight_ih` must have shape (4H, I), got {tuple(weights.weight_ih.shape)}")
     if weights.weight_hh.dim() != 2:
@@ -224,9 +224,9 @@ def _under_autocast(
     x: Tensor, states: tuple[Tensor, Tensor] | None, layers: Sequence[Weights]
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Sequence[Weights], AbstractContextManager]:
     """Apply autocast: under it, everything but float64 is converted to its dtype, and the layers run without it."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not _checks.under_autocast(x):
         return x, states, layers, nullcontext()
+    device = x.device.type
     dtype = torch.get_autocast_dtype(device)
 
     def cast(tensor: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from a forward one in nothing but that order.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -70,7 +70,7 @@ class Steps:
 
     @cached_property
     def finals(self) -> tuple[tuple[int, int, int], ...]:
-        """Runs (start, stop, row): rows `start .. stop` of the state after the chunk are the chunk's rows from `row`."""
+        """Runs (start, stop, row): rows `start .. stop` of the state after the chunk are its rows from `row` on."""
         runs = []
         after = [*self.batches[1:], 0]
         for (offset, batch), remaining in zip(self.spans(), after, strict=True):
@@ -154,7 +154,7 @@ class SequenceLayout:
                 borders.append(first)
                 first, tail = first + piece, tail - piece
         borders.append(self.steps)
-        chunks = [self._chunk(a, b, reverse) for a, b in zip(borders, borders[1:], strict=False)]
+        chunks = [self._chunk(a, b, reverse) for a, b in pairwise(borders)]
         return chunks[::-1] if reverse else chunks
 
     def _chunk(self, first: int, last: int, reverse: bool) -> Chunk:

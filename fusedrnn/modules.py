@@ -78,7 +78,7 @@ class LSTM(nn.LSTM):
         if torch.compiler.is_compiling():
             return super().forward(input, hx)
         packed = input if isinstance(input, PackedSequence) else None
-        x = input if packed is None else packed.data
+        x = input.data if isinstance(input, PackedSequence) else input
         self._check_input(x, packed is not None)
         batched = packed is not None or x.dim() == 3
         if packed is not None:
@@ -133,9 +133,10 @@ class LSTM(nn.LSTM):
                 f"`input` must have a last dimension of `input_size` = {self.input_size}, got {x.shape[-1]} in shape "
                 f"{tuple(x.shape)}"
             )
-        weight = self.weight_ih_l0
-        autocast = torch.is_autocast_enabled(x.device.type)
-        _checks.require_like("input", x, x.dtype if autocast else weight.dtype, weight.device, "the weights")
+        weight: Tensor = self.weight_ih_l0  # type: ignore[assignment]
+        _checks.require_like(
+            "input", x, x.dtype if _checks.under_autocast(x) else weight.dtype, weight.device, "the weights"
+        )
 
     def _check_states(self, hx: Any, x: Tensor, batch: int, batched: bool) -> tuple[Tensor, Tensor]:
         """Check the initial states and return them with a batch dimension."""

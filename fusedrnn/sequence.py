@@ -1,13 +1,13 @@
 """The autograd function: chunks forward, chunks backward. It knows neither which cell runs nor how it is computed."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import ChunkedBackend, Gradients, RecordingBackend, Task, Workspace
+from fusedrnn.backends.base import Backend, ChunkedBackend, Gradients, RecordingBackend, Task, Workspace
 from fusedrnn.backends.reference import Reference
 from fusedrnn.cells import States, Weights, state_dtype
 from fusedrnn.layout import Chunk, SequenceLayout
@@ -18,7 +18,7 @@ class Plan:
     """A task, who runs it, and in which pieces."""
 
     task: Task
-    backend: RecordingBackend | ChunkedBackend
+    backend: Backend
     chunk: int
 
 
@@ -41,7 +41,7 @@ def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:
         y, *finals = _Sequence.apply(plan, layers, len(states), x, *states, *flat)
     else:
         plan = replace(plan, task=replace(plan.task, stack=None))
-        y, finals, _ = _forward(plan, x, states)
+        y, finals, _, _ = _forward(plan, x, states)
     return y.view(*x.shape[:-1], y.shape[-1]), tuple(finals)
 
 
@@ -57,20 +57,30 @@ def _unflatten(flat: list[Any], present: list[list[bool]]) -> list[list[Any]]:
     return [[next(items) if there else None for there in layer] for layer in present]
 
 
-def _forward(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[tuple[States, object]]]:
-    """Run the chunks; return output rows, final states, and per chunk its initial states and what it saved."""
+def _forward(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[States], list[Any]]:
+    """Run the chunks.
+
+    Returns:
+        The output rows, the final states, the states between chunks, and what each chunk saved.
+    """
     task, layout = plan.task, plan.task.layout
+    assert isinstance(plan.backend, ChunkedBackend)
     work = Workspace(x.device)
     y = x.new_empty(layout.rows, task.layers[-1].output_size)
-    history = []
-    for chunk in layout.chunks(plan.chunk, task.reverse, halve_tail=True):
-        before = states
-        states, saved = plan.backend.forward_chunk(  # type: ignore[union-attr]
-            task, chunk, layout.take(x, chunk), before, y[chunk.start : chunk.stop], work
-        )
+    borders: list[States] = []
+    saved: list[object] = []
+    for chunk in _chunks(plan):
+        rows = slice(chunk.start, chunk.stop)
+        if task.stack and saved:
+            borders.append(states)
+        states, entry = plan.backend.forward_chunk(task, chunk, layout.take(x, chunk), states, y[rows], work)
         if task.stack:
-            history.append((before, saved))
-    return y, states, history
+            saved.append(entry)
+    return y, states, borders, saved
+
+
+def _chunks(plan: Plan) -> list[Chunk]:
+    return plan.task.layout.chunks(plan.chunk, plan.task.reverse, halve_tail=True)
 
 
 class _Sequence(torch.autograd.Function):
@@ -81,77 +91,94 @@ class _Sequence(torch.autograd.Function):
         ctx: Any, plan: Plan, present: list[list[bool]], n_states: int, x: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         states, flat = tensors[:n_states], list(tensors[n_states:])
-        task = replace(plan.task, layers=tuple(Weights(*layer) for layer in _unflatten(flat, present)))
+        task = replace(plan.task, layers=_layers(flat, present))
         plan = replace(plan, task=task)
-        y, finals, history = _forward(plan, x, states)
-        weights_need_grad = any(ctx.needs_input_grad[4 + n_states :])
-        assert isinstance(plan.backend, ChunkedBackend)
-        reads_x, reads_y = plan.backend.needs(task.save, weights_need_grad)
-        ctx.save_for_backward(*([x] if reads_x else []), *([y] if reads_y else []), *states, *flat)
-        ctx.reads = reads_x, reads_y
-        # The first chunk starts from the inputs, which autograd saves; only later borders are kept here.
-        ctx.history = [(None if before is states else before, saved) for before, saved in history]
-        ctx.plan = replace(plan, task=replace(task, layers=()))
-        ctx.present, ctx.n_states, ctx.shape = present, n_states, x.shape
+        assert isinstance(plan.backend, ChunkedBackend) and task.stack
+        y, finals, borders, entries = _forward(plan, x, states)
+        reads_x, reads_y = plan.backend.needs(task.save, any(ctx.needs_input_grad[4 + n_states :]))
+        # Everything that lives until the backward pass goes through autograd, which frees it right after and shows it
+        # to saved-tensor hooks; the entries hold no tensors.
+        kept = [*states, *flat, *(state for before in borders for state in before), *task.stack.take()]
+        ctx.save_for_backward(*([x] if reads_x else []), *([y] if reads_y else []), *kept)
+        ctx.plan, ctx.entries = replace(plan, task=replace(task, layers=())), entries
+        ctx.reads, ctx.present, ctx.n_states, ctx.shape = (reads_x, reads_y), present, n_states, x.shape
         ctx.set_materialize_grads(False)
         return y, *finals
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *dfinals: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = list(ctx.saved_tensors)
-        x = saved.pop(0) if ctx.reads[0] else None
-        y = saved.pop(0) if ctx.reads[1] else None
-        states, flat = tuple(saved[: ctx.n_states]), saved[ctx.n_states :]
-        task = replace(ctx.plan.task, layers=tuple(Weights(*layer) for layer in _unflatten(flat, ctx.present)))
+        saved = iter(ctx.saved_tensors)
+        x = next(saved) if ctx.reads[0] else None
+        y = next(saved) if ctx.reads[1] else None
+        states = tuple(islice(saved, ctx.n_states))
+        flat = list(islice(saved, sum(map(sum, ctx.present))))
+        borders = [states, *(tuple(islice(saved, ctx.n_states)) for _ in ctx.entries[1:])]
+        plan = replace(ctx.plan, task=replace(ctx.plan.task, layers=_layers(flat, ctx.present)))
         if dy is not None:
             dy = dy.view(*ctx.shape[:-1], -1)
         if torch.is_grad_enabled():
-            return None, None, None, *_differentiable_backward(ctx, task, x, states, flat, (dy, *dfinals))
-        needs_x, needs_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4 + ctx.n_states :]
-        dtype, device, layout = states[0].dtype, states[0].device, task.layout
-        sums = [
-            torch.zeros_like(weight, dtype=state_dtype(dtype)) if needed else None
-            for weight, needed in zip(flat, needs_weights, strict=True)
-        ]
-        dx = torch.empty((layout.rows, ctx.shape[-1]), dtype=dtype, device=device) if needs_x else None
-        grads = Gradients(None, _unflatten(sums, ctx.present))
-        dstates: States = tuple(
-            torch.zeros_like(state) if given is None else given.clone(memory_format=torch.contiguous_format)
-            for state, given in zip(states, dfinals, strict=True)
+            grads = _differentiable_backward(ctx, plan.task, x, states, flat, (dy, *dfinals))
+            return None, None, None, *grads
+        plan.task.stack.give(list(saved))
+        try:
+            with torch.autocast(states[0].device.type, enabled=False):
+                return None, None, None, *_backward(ctx, plan, x, y, borders, flat, dy, dfinals)
+        finally:
+            plan.task.stack.take()
+
+
+def _layers(flat: list[Tensor], present: list[list[bool]]) -> tuple[Weights, ...]:
+    return tuple(Weights(*layer) for layer in _unflatten(flat, present))
+
+
+def _backward(
+    ctx: Any,
+    plan: Plan,
+    x: Tensor | None,
+    y: Tensor | None,
+    borders: list[States],
+    flat: list[Tensor],
+    dy: Tensor | None,
+    dfinals: tuple[Tensor | None, ...],
+) -> list[Tensor | None]:
+    """Run the chunks from the last to the first; return the gradients of x, the states and the weights."""
+    assert isinstance(plan.backend, ChunkedBackend)
+    task, layout, states = plan.task, plan.task.layout, borders[0]
+    dtype, device = states[0].dtype, states[0].device
+    needs_x, needs_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4 + ctx.n_states :]
+    sums = [
+        torch.zeros_like(weight, dtype=state_dtype(dtype)) if needed else None
+        for weight, needed in zip(flat, needs_weights, strict=True)
+    ]
+    dx = torch.empty((layout.rows, ctx.shape[-1]), dtype=dtype, device=device) if needs_x else None
+    grads = Gradients(None, _unflatten(sums, ctx.present))
+    dstates: States = tuple(
+        torch.zeros_like(state) if given is None else given.clone(memory_format=torch.contiguous_format)
+        for state, given in zip(states, dfinals, strict=True)
+    )
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    work = Workspace(device)
+    for chunk, before, entry in reversed(list(zip(_chunks(plan), borders, ctx.entries, strict=True))):
+        grads.dx = None if dx is None else dx[chunk.start : chunk.stop]
+        dstates = plan.backend.backward_chunk(
+            task,
+            chunk,
+            _take(layout, x, chunk),
+            _take(layout, y, chunk),
+            before,
+            entry,
+            _take(layout, dy, chunk),
+            dstates,
+            grads,
+            keep,
+            work,
         )
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        work = Workspace(device)
-        for chunk, (before, entry) in zip(
-            reversed(layout.chunks(ctx.plan.chunk, task.reverse, halve_tail=True)),
-            reversed(ctx.history) if keep else _drain(ctx.history),
-            strict=True,
-        ):
-            grads.dx = None if dx is None else dx[chunk.start : chunk.stop]
-            dstates = ctx.plan.backend.backward_chunk(
-                task,
-                chunk,
-                _take(layout, x, chunk),
-                _take(layout, y, chunk),
-                states if before is None else before,
-                entry,
-                _take(layout, dy, chunk),
-                dstates,
-                grads,
-                keep,
-                work,
-            )
-        weights = (None if total is None else total.to(dtype) for total in sums)
-        return None, None, None, None if dx is None else dx.view(ctx.shape), *dstates, *weights
+    weights = (None if total is None else total.to(dtype) for total in sums)
+    return [None if dx is None else dx.view(ctx.shape), *dstates, *weights]
 
 
 def _take(layout: SequenceLayout, tensor: Tensor | None, chunk: Chunk) -> Tensor | None:
     return None if tensor is None else layout.take(tensor, chunk)
-
-
-def _drain(history: list[Any]) -> Iterator[Any]:
-    """Yield the entries from the newest on and let go of each, so that memory falls as the backward pass goes on."""
-    while history:
-        yield history.pop()
 
 
 def _differentiable_backward(
@@ -175,7 +202,7 @@ def _differentiable_backward(
     # Views, so that no input is reached through another one's history.
     inputs = [tensor.view_as(tensor) for tensor in (x, *states, *flat)]
     n = 1 + ctx.n_states
-    layers = tuple(Weights(*layer) for layer in _unflatten(inputs[n:], ctx.present))
+    layers = _layers(inputs[n:], ctx.present)
     y, finals = Reference().run(replace(task, layers=layers, stack=None), inputs[0], tuple(inputs[1:n]))
     pairs = [(out, dout) for out, dout in zip((y, *finals), douts, strict=True) if dout is not None]
     wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True) if needed]

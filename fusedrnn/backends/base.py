@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -91,8 +91,14 @@ class Stack(Protocol):
     def reserve(self, nbytes: int) -> Slot:
         """Return a slot whose `buffer` is a uint8 tensor [nbytes] that may be written on the current stream."""
 
-    def push(self, slot: Slot) -> Handle:
+    def push(self, slot: Any) -> Handle:
         """Take a slot whose content is final."""
+
+    def take(self) -> list[Tensor]:
+        """Hand over the tensors that autograd shall keep until the backward pass; none where the stack keeps them."""
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """Put those tensors back at the start of the backward pass."""
 
 
 class Workspace:
@@ -169,9 +175,6 @@ class RecordingBackend(Backend):
 class ChunkedBackend(Backend):
     """A backend that computes chunk by chunk and writes its own backward pass."""
 
-    reads_output: ClassVar[bool]
-    """Whether the backward pass reads the layers' output again."""
-
     def chunk_steps(self, call: Call) -> int:
         """Return how many steps a chunk has where the user does not say."""
         raise NotImplementedError
@@ -198,8 +201,8 @@ class ChunkedBackend(Backend):
         self,
         task: Task,
         chunk: Chunk,
-        x: Tensor,
-        y: Tensor,
+        x: Tensor | None,
+        y: Tensor | None,
         states: States,
         saved: object,
         dy: Tensor | None,
@@ -213,8 +216,8 @@ class ChunkedBackend(Backend):
         Args:
             task: As in the forward pass.
             chunk: Which steps.
-            x: Input rows [rows, I]; undefined where `needs_input` said that they are not needed.
-            y: Output rows [rows, P]; undefined where not needed.
+            x: Input rows [rows, I]; None where `needs` said that they are not read.
+            y: Output rows [rows, P]; None where not read.
             states: States before the chunk.
             saved: What `forward_chunk` returned.
             dy: Gradient of y [rows, P], or None for zero.

@@ -1,9 +1,9 @@
 """The data flow shared by every backend that computes a chunk with large products around a recurrence of its own.
 
-Forward, per chunk and layer: xproj = x W_ih^T + b goes into the gates buffer (one product), the recurrence turns it into
-activated gates in place and writes h and c. Backward: gates are taken from the slot or computed again (one product,
-since every h is known), the recurrence turns them into gradients of the pre-activations in place, and every other
-gradient is a product over the whole chunk, summed in float32.
+Forward, per chunk and layer: xproj = x W_ih^T + b goes into the gates buffer (one product), the recurrence turns it
+into activated gates in place and writes h and c. Backward: gates are taken from the slot or computed again (one
+product, since every h is known), the recurrence turns them into gradients of the pre-activations in place, and every
+other gradient is a product over the whole chunk, summed in float32.
 
 `save` says what a slot holds per row beyond the output: "gates" the gates and c, "cells" c, "hidden" nothing.
 """
@@ -119,7 +119,7 @@ class FusedBackend(ChunkedBackend):
         slot = task.stack.reserve(fields[-1].stop) if task.stack and fields else None
         finals = []
         for index, weights in enumerate(task.layers):
-            buffers = _buffers(task, index, chunk.rows, fields, slot.buffer if slot else None, x, y, work)
+            buffers = _buffers(task, index, chunk.rows, fields, slot.buffer if slot else None, y, x.dtype, work)
             _project(x, weights, buffers.gates)
             finals.append(
                 self.recurrence_forward(
@@ -141,8 +141,8 @@ class FusedBackend(ChunkedBackend):
         self,
         task: Task,
         chunk: Chunk,
-        x: Tensor,
-        y: Tensor,
+        x: Tensor | None,
+        y: Tensor | None,
         states: States,
         saved: object,
         dy: Tensor | None,
@@ -154,24 +154,29 @@ class FusedBackend(ChunkedBackend):
         """See `ChunkedBackend.backward_chunk`."""
         assert isinstance(saved, _Saved)
         slot = saved.handle.get(writable=not keep) if saved.handle else None
+        dtype = states[0].dtype
         dh, dc = dstates
         for index in reversed(range(len(task.layers))):
             weights, sums = task.layers[index], grads.layers[index]
-            buffers = _buffers(task, index, chunk.rows, saved.fields, slot, x, y, work)
+            buffers = _buffers(task, index, chunk.rows, saved.fields, slot, y, dtype, work)
             below = x if index == 0 else _find(saved.fields, "h", index - 1, slot)
-            assert below is not None
             h0, c0 = states[0][index], states[1][index]
             if task.save != "gates":
+                assert below is not None
                 self._pre_activations(weights, buffers, below, h0, chunk.steps)
                 self.recompute(buffers, c0, chunk.steps, cells_known=task.save == "cells")
             elif keep:
-                buffers.gates = work.get("dgates", buffers.gates.shape, x.dtype).copy_(buffers.gates)
+                buffers.gates = work.get("dgates", tuple(buffers.gates.shape), dtype).copy_(buffers.gates)
             unprojected = _unprojected(buffers, work) if weights.weight_hr is not None else None
-            dproj = work.get("dproj", buffers.h.shape, x.dtype) if weights.weight_hr is not None else None
+            dproj = work.get("dproj", tuple(buffers.h.shape), dtype) if weights.weight_hr is not None else None
             self.recurrence_backward(weights, buffers, c0, dy, dh[index], dc[index], dproj, chunk.steps, work)
             _add_products(weights, sums, buffers, below, h0, unprojected, dproj, chunk.steps)
             if index > 0:
-                dy = torch.mm(buffers.gates, weights.weight_ih, out=work.get("dy", below.shape, x.dtype))
+                dy = torch.mm(
+                    buffers.gates,
+                    weights.weight_ih,
+                    out=work.get("dy", (chunk.rows, weights.weight_ih.shape[1]), dtype),
+                )
             elif grads.dx is not None:
                 torch.mm(buffers.gates, weights.weight_ih, out=grads.dx)
         if saved.handle and not keep:
@@ -221,8 +226,8 @@ def _buffers(
     rows: int,
     fields: list[_Field],
     slot: Tensor | None,
-    x: Tensor,
-    y: Tensor,
+    y: Tensor | None,
+    dtype: torch.dtype,
     work: Workspace,
 ) -> LayerBuffers:
     """Collect a layer's tensors: from the slot where they are saved, else scratch; the last layer's output is y."""
@@ -231,9 +236,9 @@ def _buffers(
     c = _find(fields, "c", index, slot)
     h = y if index + 1 == len(task.layers) else _find(fields, "h", index, slot)
     return LayerBuffers(
-        work.get("gates", (rows, 4 * H), x.dtype) if gates is None else gates,
-        work.get("c", (rows, H), state_dtype(x.dtype)) if c is None else c,
-        work.get(f"h{index % 2}", (rows, P), x.dtype) if h is None else h,
+        work.get("gates", (rows, 4 * H), dtype) if gates is None else gates,
+        work.get("c", (rows, H), state_dtype(dtype)) if c is None else c,
+        work.get(f"h{index % 2}", (rows, P), dtype) if h is None else h,
     )
 
 
@@ -257,7 +262,7 @@ def _add_products(
     weights: Weights,
     sums: list[Tensor | None],
     buffers: LayerBuffers,
-    below: Tensor,
+    below: Tensor | None,
     h0: Tensor,
     unprojected: Tensor | None,
     dproj: Tensor | None,
@@ -266,7 +271,7 @@ def _add_products(
     """Add the chunk's share of the weights' gradients: products of the gates' gradients with what came in."""
     total = Weights(*sums)  # type: ignore[arg-type]
     dgates = buffers.gates
-    if total.weight_ih is not None:
+    if total.weight_ih is not None and below is not None:
         _add_product(total.weight_ih, dgates, below)
     if total.weight_hh is not None:
         for start, stop, source, from_state in steps.links:

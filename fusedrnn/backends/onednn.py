@@ -99,8 +99,8 @@ class OneDNN(RecordingBackend, ChunkedBackend):
         self,
         task: Task,
         chunk: Chunk,
-        x: Tensor,
-        y: Tensor,
+        x: Tensor | None,
+        y: Tensor | None,
         states: States,
         saved: object,
         dy: Tensor | None,
@@ -110,16 +110,22 @@ class OneDNN(RecordingBackend, ChunkedBackend):
         work: Workspace,
     ) -> States:
         """See `ChunkedBackend.backward_chunk`."""
+        assert x is not None
         x = x.view(len(chunk.steps), -1, x.shape[-1]).detach().requires_grad_(grads.dx is not None)
         states = tuple(state.detach().requires_grad_() for state in states)
-        layers, sums = [], []
+        layers: list[Weights] = []
+        sums: list[tuple[Tensor, Tensor]] = []
         for weights, into in zip(task.layers, grads.layers, strict=True):
             leaves = [
                 None if weight is None else weight.detach().requires_grad_(total is not None)
                 for weight, total in zip(weights, into, strict=True)
             ]
             layers.append(Weights(*leaves))  # type: ignore[arg-type]
-            sums += [(leaf, total) for leaf, total in zip(leaves, into, strict=True) if total is not None]
+            sums += [
+                (leaf, total)
+                for leaf, total in zip(leaves, into, strict=True)
+                if leaf is not None and total is not None
+            ]
         with torch.enable_grad():
             out, after = _operator(Task(task.cell, tuple(layers), task.layout, task.reverse), x, states, record=True)
         outputs, douts = [*after], [*dstates]
