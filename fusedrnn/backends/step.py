@@ -46,6 +46,21 @@ class StepBackend(FusedBackend):
     ) -> tuple[Tensor, Tensor]:
         """See `FusedBackend.recurrence_forward`."""
         assert buffers.c is not None
+        self.launch_forward(weights, buffers, h0, c0, steps, store, work)
+        return _finals(buffers.h, h0, steps), _finals(buffers.c, c0, steps)
+
+    def launch_forward(
+        self,
+        weights: Weights,
+        buffers: LayerBuffers,
+        h0: Tensor,
+        c0: Tensor,
+        steps: Steps,
+        store: bool,
+        work: Workspace,
+    ) -> None:
+        """Run the steps of the forward pass over the chunk's buffers."""
+        assert buffers.c is not None
         hh, hr = weights.weight_hh.t(), None if weights.weight_hr is None else weights.weight_hr.t()
         before, n_before = 0, 0
         for offset, n in steps.spans():
@@ -57,7 +72,6 @@ class StepBackend(FusedBackend):
             if hr is not None:
                 torch.mm(h, hr, out=y)
             before, n_before = offset, n
-        return _finals(buffers.h, h0, steps), _finals(buffers.c, c0, steps)
 
     def recurrence_backward(
         self,

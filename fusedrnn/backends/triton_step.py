@@ -1,6 +1,7 @@
 """Step by step with Triton: a product by torch, then one fused pointwise kernel."""
 
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Call, Workspace, plain_call
 from fusedrnn.backends.fused import LayerBuffers
+from fusedrnn.backends.graphs import GraphCache
 from fusedrnn.backends.step import StepBackend
+from fusedrnn.cells import Weights
 from fusedrnn.layout import Steps
 
 
@@ -23,6 +26,9 @@ class TritonStep(StepBackend):
 
     name = "triton_step"
 
+    def __init__(self) -> None:
+        self.graphs = GraphCache()
+
     def refusals(self, call: Call) -> list[str]:
         """See `Backend.refusals`."""
         reasons = plain_call(call)
@@ -33,6 +39,65 @@ class TritonStep(StepBackend):
         if call.dtype == torch.float64:
             reasons.append("its kernels compute in float32, the input is float64")
         return reasons
+
+    def _replayed(self, weights: Weights, buffers: LayerBuffers, steps: Steps) -> bool:
+        """Whether a chunk goes through a CUDA graph; packed chunks and projections do not, their shapes vary."""
+        plain = steps.row_step is not None and weights.weight_hr is None
+        return plain and self.graphs.worthwhile(buffers.gates, len(steps))
+
+    def launch_forward(
+        self,
+        weights: Weights,
+        buffers: LayerBuffers,
+        h0: Tensor,
+        c0: Tensor,
+        steps: Steps,
+        store: bool,
+        work: Workspace,
+    ) -> None:
+        """See `StepBackend.launch_forward`; short steps are replayed from a CUDA graph."""
+        if not self._replayed(weights, buffers, steps):
+            super().launch_forward(weights, buffers, h0, c0, steps, store, work)
+            return
+        assert buffers.c is not None
+        launch = super().launch_forward
+
+        def body(t: Mapping[str, Tensor]) -> None:
+            own = LayerBuffers(t["gates"], t["c"], t["h"])
+            launch(weights._replace(weight_hh=t["weight_hh"]), own, t["h0"], t["c0"], steps, store, work)
+
+        rows = {"gates": buffers.gates, "c": buffers.c, "h": buffers.h}
+        inputs = {"weight_hh": weights.weight_hh, "h0": h0, "c0": c0}
+        results = rows if store else {"c": buffers.c, "h": buffers.h}
+        self.graphs.run(("forward", len(steps), steps.row_step, store), body, rows | inputs, results)
+
+    def recurrence_backward(
+        self,
+        weights: Weights,
+        buffers: LayerBuffers,
+        c0: Tensor,
+        dy: Tensor | None,
+        dh: Tensor,
+        dc: Tensor,
+        dproj: Tensor | None,
+        steps: Steps,
+        work: Workspace,
+    ) -> None:
+        """See `FusedBackend.recurrence_backward`; short steps are replayed from a CUDA graph."""
+        launch = super().recurrence_backward
+        if not self._replayed(weights, buffers, steps):
+            launch(weights, buffers, c0, dy, dh, dc, dproj, steps, work)
+            return
+        assert buffers.c is not None
+
+        def body(t: Mapping[str, Tensor]) -> None:
+            own = LayerBuffers(t["gates"], t["c"], buffers.h)
+            recurrent = weights._replace(weight_hh=t["weight_hh"])
+            launch(recurrent, own, t["c0"], t.get("dy"), t["dh"], t["dc"], None, steps, work)
+
+        results = {"gates": buffers.gates, "dh": dh, "dc": dc}
+        inputs = {"c": buffers.c, "weight_hh": weights.weight_hh, "c0": c0} | ({} if dy is None else {"dy": dy})
+        self.graphs.run(("backward", len(steps), steps.row_step), body, results | inputs, results)
 
     def step_forward(self, pre: Tensor, c_prev: Tensor, h: Tensor, c: Tensor, store: bool) -> None:
         """See `StepBackend.step_forward`."""
