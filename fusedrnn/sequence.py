@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Backend, ChunkedBackend, Gradients, RecordingBackend, Task, Workspace
+from fusedrnn.backends.base import Backend, ChunkedBackend, Gradients, Handle, RecordingBackend, Task, Workspace
 from fusedrnn.backends.reference import Reference
 from fusedrnn.cells import States, Weights, state_dtype
 from fusedrnn.layout import Chunk, SequenceLayout
@@ -57,18 +57,18 @@ def _unflatten(flat: list[Any], present: list[list[bool]]) -> list[list[Any]]:
     return [[next(items) if there else None for there in layer] for layer in present]
 
 
-def _forward(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[States], list[Any]]:
+def _forward(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[States], list[Handle | None]]:
     """Run the chunks.
 
     Returns:
-        The output rows, the final states, the states between chunks, and what each chunk saved.
+        The output rows, the final states, the states between chunks, and the handle of what each chunk saved.
     """
     task, layout = plan.task, plan.task.layout
     assert isinstance(plan.backend, ChunkedBackend)
     work = Workspace(x.device)
     y = x.new_empty(layout.rows, task.layers[-1].output_size)
     borders: list[States] = []
-    saved: list[object] = []
+    saved: list[Handle | None] = []
     for chunk in _chunks(plan):
         rows = slice(chunk.start, chunk.stop)
         if task.stack and saved:

@@ -92,12 +92,13 @@ def results(
     packed = x if isinstance(x, PackedSequence) else None
     data = (x.data if isinstance(x, PackedSequence) else x).detach().to(dtype).requires_grad_()
     x = data if packed is None else PackedSequence(data, *packed[1:])
-    hx = None if hx is None else (hx[0].detach().to(dtype).requires_grad_(), hx[1].detach().to(dtype).requires_grad_())
+    if hx is not None:
+        hx = hx[0].detach().to(dtype).requires_grad_(), hx[1].detach().to(dtype).requires_grad_()
     module.zero_grad()
     out, (h, c) = module(x, hx)
     y = out.data if packed is not None else out
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(dtype) for t in (y, h, c)]
+    grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in (y, h, c)]
     torch.autograd.backward((y, h, c), grads, retain_graph=retain_graph)
     found: dict[str, Tensor | None] = {"y": y, "h": h, "c": c, "dx": data.grad}
     if hx is not None:

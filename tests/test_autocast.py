@@ -1,4 +1,4 @@
-"""Under autocast a layer computes in autocast's dtype, whatever comes in; parameters and their gradients keep theirs."""
+"""Under autocast a layer computes in autocast's dtype; parameters and their gradients keep theirs."""
 
 import pytest
 import torch

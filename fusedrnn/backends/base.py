@@ -181,7 +181,7 @@ class ChunkedBackend(Backend):
 
     def forward_chunk(
         self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, work: Workspace
-    ) -> tuple[States, object]:
+    ) -> tuple[States, Handle | None]:
         """Compute one chunk.
 
         Args:
@@ -193,7 +193,8 @@ class ChunkedBackend(Backend):
             work: Scratch buffers.
 
         Returns:
-            The states after the chunk (new tensors), and what `backward_chunk` needs beyond x, y and states.
+            The states after the chunk (new tensors), and the handle of what was pushed for `backward_chunk`, if
+            anything was.
         """
         raise NotImplementedError
 
@@ -204,7 +205,7 @@ class ChunkedBackend(Backend):
         x: Tensor | None,
         y: Tensor | None,
         states: States,
-        saved: object,
+        saved: Handle | None,
         dy: Tensor | None,
         dstates: States,
         grads: Gradients,
@@ -219,7 +220,7 @@ class ChunkedBackend(Backend):
             x: Input rows [rows, I]; None where `needs` said that they are not read.
             y: Output rows [rows, P]; None where not read.
             states: States before the chunk.
-            saved: What `forward_chunk` returned.
+            saved: The handle that `forward_chunk` returned.
             dy: Gradient of y [rows, P], or None for zero.
             dstates: Gradients of the states after the chunk, which may be overwritten.
             grads: Where the results go.

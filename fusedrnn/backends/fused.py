@@ -36,14 +36,6 @@ class _Field:
 
 
 @dataclass
-class _Saved:
-    """What the forward pass keeps of a chunk."""
-
-    fields: list[_Field]
-    handle: Handle | None
-
-
-@dataclass
 class LayerBuffers:
     """The tensors of one layer in one chunk, all of them rows.
 
@@ -113,7 +105,7 @@ class FusedBackend(ChunkedBackend):
 
     def forward_chunk(
         self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, work: Workspace
-    ) -> tuple[States, object]:
+    ) -> tuple[States, Handle | None]:
         """See `ChunkedBackend.forward_chunk`."""
         fields = _fields(task, chunk.rows, x.dtype) if task.stack else []
         slot = task.stack.reserve(fields[-1].stop) if task.stack and fields else None
@@ -134,8 +126,7 @@ class FusedBackend(ChunkedBackend):
             )
             x = buffers.h
         h, c = (torch.stack(state) for state in zip(*finals, strict=True))
-        handle = task.stack.push(slot) if task.stack and slot else None
-        return (h, c), _Saved(fields, handle)
+        return (h, c), task.stack.push(slot) if task.stack and slot else None
 
     def backward_chunk(
         self,
@@ -144,7 +135,7 @@ class FusedBackend(ChunkedBackend):
         x: Tensor | None,
         y: Tensor | None,
         states: States,
-        saved: object,
+        saved: Handle | None,
         dy: Tensor | None,
         dstates: States,
         grads: Gradients,
@@ -152,14 +143,14 @@ class FusedBackend(ChunkedBackend):
         work: Workspace,
     ) -> States:
         """See `ChunkedBackend.backward_chunk`."""
-        assert isinstance(saved, _Saved)
-        slot = saved.handle.get(writable=not keep) if saved.handle else None
+        slot = saved.get(writable=not keep) if saved else None
         dtype = states[0].dtype
+        fields = _fields(task, chunk.rows, dtype)
         dh, dc = dstates
         for index in reversed(range(len(task.layers))):
             weights, sums = task.layers[index], grads.layers[index]
-            buffers = _buffers(task, index, chunk.rows, saved.fields, slot, y, dtype, work)
-            below = x if index == 0 else _find(saved.fields, "h", index - 1, slot)
+            buffers = _buffers(task, index, chunk.rows, fields, slot, y, dtype, work)
+            below = x if index == 0 else _find(fields, "h", index - 1, slot)
             h0, c0 = states[0][index], states[1][index]
             if task.save != "gates":
                 assert below is not None
@@ -179,8 +170,8 @@ class FusedBackend(ChunkedBackend):
                 )
             elif grads.dx is not None:
                 torch.mm(buffers.gates, weights.weight_ih, out=grads.dx)
-        if saved.handle and not keep:
-            saved.handle.release()
+        if saved and not keep:
+            saved.release()
         return dh, dc
 
     def _pre_activations(

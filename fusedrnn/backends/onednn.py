@@ -12,6 +12,7 @@ from fusedrnn.backends.base import (
     Call,
     ChunkedBackend,
     Gradients,
+    Handle,
     RecordingBackend,
     Task,
     Workspace,
@@ -89,7 +90,7 @@ class OneDNN(RecordingBackend, ChunkedBackend):
 
     def forward_chunk(
         self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, work: Workspace
-    ) -> tuple[States, object]:
+    ) -> tuple[States, None]:
         """See `ChunkedBackend.forward_chunk`."""
         out, states = _operator(task, x.view(len(chunk.steps), -1, x.shape[-1]), states, record=False)
         y.copy_(out.view_as(y))
@@ -102,7 +103,7 @@ class OneDNN(RecordingBackend, ChunkedBackend):
         x: Tensor | None,
         y: Tensor | None,
         states: States,
-        saved: object,
+        saved: Handle | None,
         dy: Tensor | None,
         dstates: States,
         grads: Gradients,
