@@ -1,0 +1,108 @@
+"""What a user may say about offloading, and how much host memory a process may pin."""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+class OffloadHostFull(RuntimeError):
+    """Raised where `on_host_full="raise"` and neither the host nor the ring has room for another buffer."""
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Say what is offloaded, when, and into how much memory.
+
+    Args:
+        min_bytes: Buffers of more bytes than this may be offloaded; others stay on the device.
+        occupancy_limit: Fraction of the device's memory in use above which the oldest buffers go to the host.
+        low_watermark: Fraction at or below which the ring may grow again.
+        ring_slots: Device buffers that offloading works with when the device is full, at least 2.
+        prefetch: How many of the next buffers to be read are fetched ahead.
+        chunk_bytes: Size up to which `offload()` gathers small tensors into one copy.
+        host_limit: Most pinned host memory, in bytes or as a percentage such as "50%" of what this process may use.
+        on_host_full: "keep" lets buffers stay on the device when the host is full, "raise" raises `OffloadHostFull`.
+        occupancy: Source of the occupancy, a function that returns a fraction in [0, 1]; None asks the allocator.
+            With a source, offloading also runs on the CPU, where copies are made by threads.
+        trace: Whether the times of chunks and copies are kept for `export_trace`.
+        debug: Whether internal facts are checked at every call (slow).
+
+    Raises:
+        ValueError: If a value is out of its range.
+        TypeError: If `occupancy` cannot be called.
+    """
+
+    min_bytes: int = 2048
+    occupancy_limit: float = 0.7
+    low_watermark: float = 0.6
+    ring_slots: int = 4
+    prefetch: int = 2
+    chunk_bytes: int = 4 << 20
+    host_limit: int | str = "50%"
+    on_host_full: str = "keep"
+    occupancy: Callable[[], float] | None = None
+    trace: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_bytes", 0), ("ring_slots", 2), ("prefetch", 0), ("chunk_bytes", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        if not 0 <= self.low_watermark <= self.occupancy_limit <= 1:
+            raise ValueError(
+                "`low_watermark` and `occupancy_limit` must satisfy 0 <= low_watermark <= occupancy_limit <= 1, "
+                f"got {self.low_watermark} and {self.occupancy_limit}."
+            )
+        if self.on_host_full not in ("keep", "raise"):
+            raise ValueError(f'`on_host_full` must be "keep" or "raise", got {self.on_host_full!r}.')
+        if self.occupancy is not None and not callable(self.occupancy):
+            raise TypeError(f"`occupancy` must be a function that returns a fraction, got {self.occupancy!r}.")
+        self.host_bytes()
+
+    def host_bytes(self) -> int:
+        """Return `host_limit` in bytes."""
+        if isinstance(self.host_limit, int) and self.host_limit >= 0:
+            return self.host_limit
+        match = _PERCENTAGE.fullmatch(self.host_limit) if isinstance(self.host_limit, str) else None
+        if match is None or float(match[1]) > 100:
+            raise ValueError(
+                f'`host_limit` must be a number of bytes or a percentage from "0%" to "100%", got {self.host_limit!r}.'
+            )
+        return int(process_memory() * float(match[1]) / 100)
+
+
+def process_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process may use: the machine's, or less where a cgroup says so.
+
+    The limit of locked memory (RLIMIT_MEMLOCK) is no part of it: the driver pins pages itself and does not ask it.
+
+    Args:
+        root: Where /proc and /sys are found.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        groups = []
+    for line in groups:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = top / path.lstrip("/")
+        # Every group above has its say, too. Inside a container the path may not exist while the top does.
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int((folder / name).read_text()))
+            if folder == top:
+                break
+    return min(limits)

@@ -1,0 +1,148 @@
+"""The pool of pinned host buffers: slabs of powers of two, cut into slots of any size."""
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from fusedrnn.offload.device import Device, Span
+
+_ALIGNMENT = 256
+_LEAST_SLAB = 1 << 20
+_MOST_SLAB = 1 << 30
+
+
+class _Free(NamedTuple):
+    """A free range of a slab, to be written again after `events`."""
+
+    slab: int
+    start: int
+    stop: int
+    events: tuple[Any, ...]
+
+
+class HostSlot:
+    """A range of pinned memory and what must have happened before it may be written again."""
+
+    __slots__ = ("events", "slab", "span")
+
+    def __init__(self, slab: int, span: Span, events: tuple[Any, ...]):
+        self.slab, self.span, self.events = slab, span, events
+
+
+class HostPool:
+    """Pinned memory under a limit.
+
+    Pinning takes milliseconds and the allocator rounds every request up to a power of two, so memory is taken in
+    slabs that are powers of two, each as large as all before it together, and cut here.
+
+    Args:
+        device: Who pins.
+        limit: Most bytes in slabs.
+    """
+
+    def __init__(self, device: Device, limit: int):
+        self._device, self._limit = device, limit
+        self._slabs: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}
+        self._next = 0
+        self._free: dict[int, deque[_Free]] = {}
+        self._refused = _MOST_SLAB * 2
+        self.reserved = 0
+        self.used = 0
+        self.peak = 0
+        self.failures = 0
+        self.calls = 0
+
+    def take(self, nbytes: int) -> HostSlot | None:
+        """Return a slot of `nbytes`, or None where the host has no room for it."""
+        size = _aligned(nbytes)
+        free = self._find(size)
+        if free is None and self._merge():
+            free = self._find(size)
+        if free is None and self.reserve(size):
+            free = self._find(size)
+        if free is None:
+            return None
+        if free.start + size < free.stop:
+            self._put(free._replace(start=free.start + size))
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        span = Span(self._slabs[free.slab], free.start, free.start + nbytes)
+        return HostSlot(free.slab, span, free.events)
+
+    def give(self, slot: HostSlot, events: tuple[Any, ...]) -> None:
+        """Take a slot back, to be written again after `events` (edge E8)."""
+        start, stop = slot.span.start, slot.span.start + _aligned(slot.span.stop - slot.span.start)
+        self.used -= stop - start
+        self._put(_Free(slot.slab, start, stop, events))
+
+    def reserve(self, nbytes: int) -> bool:
+        """Take a slab in which `nbytes` fit; return whether there was one."""
+        least = _power(nbytes)
+        size = max(least, min(max(_LEAST_SLAB, _power(self.reserved)), _MOST_SLAB))
+        while size > least and (self.reserved + size > self._limit or size >= self._refused):
+            size //= 2
+        while size >= least and self.reserved + size <= self._limit and size < self._refused:
+            self.calls += 1
+            slab = self._device.allocate_host(size)
+            if slab is not None:
+                self._slabs[self._next], self._sizes[self._next] = slab, size
+                self._put(_Free(self._next, 0, size, ()))
+                self._next += 1
+                self.reserved += size
+                return True
+            # What was refused once is not asked for again: each refusal costs milliseconds and may poison a launch.
+            self.failures += 1
+            self._refused = size
+            size //= 2
+        return False
+
+    def trim(self) -> int:
+        """Give back the slabs of which nothing is in use and return their bytes; the host waits for what reads them."""
+        self._merge()
+        trimmed = 0
+        for size, ranges in list(self._free.items()):
+            for free in list(ranges):
+                if size == self._sizes[free.slab]:
+                    for event in free.events:
+                        self._device.synchronize(event)
+                    ranges.remove(free)
+                    del self._slabs[free.slab], self._sizes[free.slab]
+                    trimmed += size
+        self.reserved -= trimmed
+        self._refused = _MOST_SLAB * 2
+        return trimmed
+
+    def _find(self, size: int) -> _Free | None:
+        ranges = self._free.get(size)
+        if not ranges:
+            sizes = [found for found, ranges in self._free.items() if ranges and found > size]
+            if not sizes:
+                return None
+            ranges = self._free[min(sizes)]
+        return ranges.popleft()
+
+    def _put(self, free: _Free) -> None:
+        self._free.setdefault(free.stop - free.start, deque()).append(free)
+
+    def _merge(self) -> bool:
+        """Join neighbouring free ranges; return whether there were any."""
+        ranges = sorted(free for found in self._free.values() for free in found)
+        joined: list[_Free] = []
+        for free in ranges:
+            if joined and (joined[-1].slab, joined[-1].stop) == (free.slab, free.start):
+                pending = tuple(event for event in joined[-1].events + free.events if not self._device.query(event))
+                joined[-1] = joined[-1]._replace(stop=free.stop, events=pending)
+            else:
+                joined.append(free)
+        self._free = {}
+        for free in joined:
+            self._put(free)
+        return len(joined) < len(ranges)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _power(nbytes: int) -> int:
+    return 1 << max(0, nbytes - 1).bit_length()

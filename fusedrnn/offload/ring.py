@@ -1,0 +1,115 @@
+"""The ring of device buffers that offloading works with."""
+
+import sys
+from collections import deque
+from typing import Any
+
+from fusedrnn.offload.device import Device
+
+
+class Slot:
+    """A device buffer and what must have happened before it may be written again.
+
+    Args:
+        buffer: The memory.
+        nbytes: Its size.
+        home: Stream on which it was allocated, to which its memory returns.
+        owned: Whether it belongs to the ring; a tensor of somebody else is only looked after while it is an entry.
+    """
+
+    __slots__ = ("buffer", "free", "home", "nbytes", "owned", "start")
+
+    def __init__(self, buffer: Any, nbytes: int, home: Any, owned: bool = True):
+        self.buffer, self.nbytes, self.home, self.owned = buffer, nbytes, home, owned
+        self.free: tuple[Any, ...] = ()
+        self.start: Any = None
+        """Timed event at which its writer began, where times are taken."""
+
+
+class Ring:
+    """Device buffers that are used again and again, each under its own storage.
+
+    Args:
+        device: Where they live.
+        slots: How many of the largest size may exist while the device is full.
+    """
+
+    def __init__(self, device: Device, slots: int):
+        self._device, self._slots = device, slots
+        self._free: dict[int, deque[Slot]] = {}
+        self._largest = 0
+        self._most = sys.maxsize
+        self.held = 0
+        self.free = 0
+        self.peak = 0
+
+    @property
+    def bound(self) -> int:
+        """Bytes that the ring keeps to while the device is full."""
+        return min(self._slots * self._largest, self._most)
+
+    def take(self, nbytes: int, at_most: int | None = None) -> Slot | None:
+        """Return a free slot of at least `nbytes` and at most `at_most` bytes, the smallest and longest free one."""
+        slots = self._free.get(nbytes)
+        if not slots:
+            sizes = [size for size, found in self._free.items() if found and size >= nbytes]
+            if not sizes or (at_most is not None and min(sizes) > at_most):
+                return None
+            slots = self._free[min(sizes)]
+        slot = slots.popleft()
+        self.free -= slot.nbytes
+        return slot
+
+    def give(self, slot: Slot, events: tuple[Any, ...]) -> None:
+        """Take a slot back, to be written again after `events` (edge E7)."""
+        slot.free, slot.start = events, None
+        self._free.setdefault(slot.nbytes, deque()).append(slot)
+        self.free += slot.nbytes
+
+    def may_grow(self, nbytes: int) -> bool:
+        """Return whether a slot of `nbytes` more keeps the ring within its bound."""
+        return self.held + nbytes <= min(self._slots * max(self._largest, nbytes), self._most)
+
+    def refuse(self) -> None:
+        """Keep to what is held, since the device has no room, until `reset`."""
+        self._most = self.held
+
+    def reset(self) -> None:
+        """Forget a refusal, and keep no more free slots than the bound allows."""
+        self._most = sys.maxsize
+        self.shrink(self.bound)
+
+    def grow(self, nbytes: int) -> Slot:
+        """Return a new slot.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has no room.
+        """
+        stream = self._device.current_stream()
+        slot = Slot(self._device.allocate(nbytes), nbytes, stream)
+        # The allocator orders the memory's earlier uses before this stream, and before no other.
+        slot.free = (self._device.record(stream),)
+        self._largest = max(self._largest, nbytes)
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+        return slot
+
+    def drop(self, slot: Slot, events: tuple[Any, ...]) -> None:
+        """Give a slot's memory back to the allocator, to be used again after `events`.
+
+        It is freed when nobody refers to it any more.
+        """
+        for event in events:
+            self._device.wait(slot.home, event)
+        if slot.owned:
+            self.held -= slot.nbytes
+        slot.buffer, slot.free = None, ()
+
+    def shrink(self, target: int = 0) -> None:
+        """Drop free slots, the largest first, until no more than `target` bytes are held."""
+        for nbytes in sorted(self._free, reverse=True):
+            slots = self._free[nbytes]
+            while slots and self.held > target:
+                slot = slots.popleft()
+                self.free -= nbytes
+                self.drop(slot, slot.free)

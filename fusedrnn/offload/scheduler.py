@@ -1,0 +1,530 @@
+"""The state machine of offloaded buffers: the only code that touches events.
+
+    RESIDENT --spill--> SPILLING --slot taken--> HOST --load--> LOADING --get--> READY
+        |                  |                       ^               |               |
+        +------- get ------+-------> READY         +- given back --+---------------+
+
+The edges between streams, and nothing else, keep a byte from being overwritten before it was read or read before it
+was written:
+
+    E1  spill stream waits for the producer          E5  fetch stream waits for the slot's last users
+    E2  spill stream waits for the host slot's       E6  reader waits for the fetch
+        last users                                   E7  a slot is free after its last use, and after the spill
+    E3  writer waits for the slot's last users           that still reads it
+    E4  fetch stream waits for the entry's spill     E8  a host slot is free after the last copy from or to it
+
+The host waits for nothing.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from fusedrnn.offload import policy
+from fusedrnn.offload.config import OffloadConfig, OffloadHostFull
+from fusedrnn.offload.device import Device, Span
+from fusedrnn.offload.entry import Entry, State
+from fusedrnn.offload.host import HostPool
+from fusedrnn.offload.policy import Pressure
+from fusedrnn.offload.ring import Ring, Slot
+from fusedrnn.offload.stats import Counters, Decision, Recorder
+
+
+class Scheduler:
+    """Keep pushed buffers on one device as long as there is room, and bring them back before they are read.
+
+    Every method may be called from any thread.
+
+    Args:
+        device: Where the buffers live.
+        config: What the user wants.
+    """
+
+    def __init__(self, device: Device, config: OffloadConfig):
+        self.device, self.config = device, config
+        self.counters = Counters()
+        self.recorder = Recorder(device, config.trace)
+        self.ring = Ring(device, config.ring_slots)
+        self.host = HostPool(device, config.host_bytes())
+        self._spill_stream, self._fetch_stream = device.new_stream("spill"), device.new_stream("fetch")
+        self._lock = threading.Lock()
+        self._later: deque[Callable[[], None]] = deque()
+        self._states: dict[State, OrderedDict[Entry, None]] = {state: OrderedDict() for state in State}
+        self._newest: Entry | None = None
+        self._sequence = 0
+        self._level = Pressure.NONE
+        self._above = False
+        self._credit = 0.0
+        self._room: int | None = None
+        self._bytes = dict.fromkeys(State, 0)
+        self._live = self._announced = self._most = self._most_before = 0
+
+    # What a stack calls.
+
+    def reserve(self, nbytes: int) -> Slot:
+        """Return a slot of at least `nbytes` that the current stream may write.
+
+        Raises:
+            OffloadHostFull: If neither ring nor host has room and the configuration says "raise".
+            torch.OutOfMemoryError: If the device has no room even for the ring.
+        """
+        with self._lock:
+            self._enter()
+            stream = self.device.current_stream()
+            if policy.eligible(nbytes, self.config.min_bytes):
+                self._sample()
+            slot = self._acquire(nbytes)
+            self._wait(stream, slot.free)  # E3
+            slot.free = ()
+            slot.start = self._timed(stream, self._sequence)
+            return slot
+
+    def push(self, slot: Slot, nbytes: int, announced: int = 0) -> Entry:
+        """Take a slot whose content is final on the current stream, and spill the oldest entries if need be.
+
+        Args:
+            slot: What `reserve` returned.
+            nbytes: Bytes of it that matter.
+            announced: Bytes by which this push makes good on what was announced.
+        """
+        with self._lock:
+            self._enter()
+            stream = self.device.current_stream()
+            ready = self.device.record(stream, slot.start is not None)
+            eligible = policy.eligible(nbytes, self.config.min_bytes)
+            entry = Entry(nbytes, slot, stream, ready, self._sequence, eligible)
+            if slot.start is not None:
+                self.recorder.add("compute", entry.sequence, nbytes, slot.start, ready)
+            self._sequence += 1
+            self._announced -= announced
+            self._link(entry)
+            self.counters.pushes += 1
+            if eligible:
+                self.counters.eligible += 1
+                self._make_room(nbytes)
+            else:
+                self.counters.skip("small")
+            self.recorder.settle()
+            return entry
+
+    def get(self, entry: Entry, writable: bool = False) -> Any:
+        """Return the entry's buffer, safe to be read on the current stream, and to be overwritten if `writable`."""
+        with self._lock:
+            self._enter()
+            if entry.state is State.FREED:
+                raise RuntimeError("the buffer was released: call `get` before `release`")
+            stream = self.device.current_stream()
+            if entry.state is State.HOST:
+                self.counters.demand_loads += 1
+                self._load(entry, self._acquire(entry.nbytes), "demanded")
+            elif entry.state is State.LOADING:
+                self.counters.prefetch_hits += 1
+            elif entry.state is State.SPILLING:
+                self.counters.forwarded += 1
+                self._note(entry, "forward", "still on the device")
+            assert entry.slot is not None
+            arrived = self._timed(stream, entry.sequence)
+            if entry.h2d is not None:
+                self._wait(stream, (entry.h2d,))  # E6
+            elif stream != entry.stream:
+                self._wait(stream, (entry.ready,))
+            if writable:
+                self._wait(stream, _spilled_from(entry))
+                entry.written = True
+            entry.start = self._timed(stream, entry.sequence)
+            if arrived is not None and entry.h2d is not None:
+                self.recorder.add("stall", entry.sequence, entry.nbytes, arrived, entry.start)
+            if stream not in entry.readers:
+                entry.readers.append(stream)
+            self._move(entry, State.READY)
+            self._prefetch(entry.older)
+            return entry.slot.buffer[: entry.nbytes]
+
+    def release(self, entry: Entry) -> None:
+        """End an entry whose last read has been put on the current stream; do nothing if it has ended."""
+        with self._lock:
+            self._enter()
+            if entry.state is State.FREED:
+                return
+            stream = self.device.current_stream()
+            if entry.readers and stream not in entry.readers:
+                entry.readers.append(stream)
+            older = entry.older
+            self.counters.released += 1
+            self._free(entry)
+            self._prefetch(older)
+            self.recorder.settle()
+
+    # What finalizers call, from any thread and at any moment, also in the midst of the methods above.
+
+    def abandon(self, entry: Entry) -> None:
+        """End an entry whose handle is gone."""
+        self._when_unlocked(lambda: self._abandon(entry))
+
+    def abandon_slot(self, slot: Slot, stream: Any) -> None:
+        """Take back a slot that was reserved, perhaps written on `stream`, and never pushed."""
+        self._when_unlocked(lambda: self._abandon_slot(slot, stream))
+
+    def announce(self, nbytes: int) -> None:
+        """Expect `nbytes` more to be pushed; fewer, if negative."""
+        self._when_unlocked(lambda: self._expect(nbytes))
+
+    def _when_unlocked(self, action: Callable[[], None]) -> None:
+        # The lock may be held by this very thread, which runs the action when it next enters.
+        self._later.append(action)
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self.device.is_capturing():
+                    self._catch_up()
+            finally:
+                self._lock.release()
+
+    def _enter(self) -> None:
+        if self.device.is_capturing():
+            raise RuntimeError(
+                "offloaded buffers cannot be used while a CUDA graph is captured: capture forward and backward "
+                "together, so that the capture owns its buffers, or switch offloading off"
+            )
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._later:
+            self._later.popleft()()
+
+    def _abandon(self, entry: Entry) -> None:
+        if entry.state is not State.FREED:
+            self.counters.dropped += 1
+            self._free(entry, aliased=True)
+
+    def _abandon_slot(self, slot: Slot, stream: Any) -> None:
+        back = self.ring.drop if self.device.holders(slot.buffer) > 0 else self.ring.give
+        back(slot, (self.device.record(stream),))
+
+    def _expect(self, nbytes: int) -> None:
+        self._announced += nbytes
+
+    # What a user calls.
+
+    def flush(self) -> None:
+        """Give back the device memory of every buffer that has a copy on the host or is on its way there."""
+        with self._lock:
+            self._enter()
+            for entry in list(self._states[State.SPILLING]):
+                self._retire(entry)
+            self.ring.shrink()
+
+    def trim_host(self) -> int:
+        """Give back pinned memory of which nothing is in use and return its bytes; the host waits for its copies."""
+        with self._lock:
+            self._enter()
+            return self.host.trim()
+
+    def synchronize(self) -> None:
+        """Block the host until all copies are done."""
+        with self._lock:
+            self._enter()
+            for event in [self.device.record(stream) for stream in (self._spill_stream, self._fetch_stream)]:
+                self.device.synchronize(event)
+            self.recorder.settle()
+
+    def entries(self) -> list[Entry]:
+        """Return the entries that live, newest first."""
+        with self._lock:
+            self._enter()
+            return list(_from(self._newest))
+
+    # Decisions.
+
+    def _sample(self) -> None:
+        """Ask how full the device is."""
+        counters, config, ring = self.counters, self.config, self.ring
+        total, allocated = self.device.memory(), self.device.allocated()
+        if config.occupancy is not None:
+            occupancy, total = config.occupancy(), None
+        else:
+            occupancy = (allocated - ring.free) / total if total else 0.0
+        counters.occupancy_asked += 1
+        counters.occupancy_peak = max(counters.occupancy_peak, occupancy)
+        speeds = self.recorder.speeds
+        self._level = policy.pressure(occupancy, config.occupancy_limit, config.low_watermark, self._level, speeds)
+        self._above = occupancy > config.occupancy_limit
+        if total is not None:
+            self._room = policy.capacity(ring.held, allocated, total, config.occupancy_limit, ring.bound)
+        else:
+            self._room = None if self._level is Pressure.NONE else ring.bound
+
+    def _make_room(self, nbytes: int) -> None:
+        """Spill the oldest behind a push of `nbytes`, and let the ring shrink while the device is too full."""
+        ring, held = self.ring, self._bytes
+        if self._level is Pressure.PACED:
+            self._credit = min(2.0, self._credit + policy.hidden_fraction(self.recorder.speeds))
+            if self._credit >= 1 and self._spill_oldest("paced"):
+                self._credit -= 1
+            return
+        full = self._level is Pressure.FULL
+        excess = max(0, ring.held - ring.bound) if full and self._above else 0
+        if excess and held[State.SPILLING] >= 2 * nbytes:
+            self._retire(next(iter(self._states[State.SPILLING])))
+            ring.shrink(ring.held - nbytes)
+        expected = (
+            max(self._live + self._announced, self._most_before) if self._announced or self._most_before else None
+        )
+        for _ in range(3 if full else 1):
+            away = held[State.SPILLING] + held[State.HOST]
+            behind = ring.free + held[State.SPILLING] + max(0, ring.bound - ring.held)
+            target = policy.spill_target(self._level, nbytes, expected, self._room, away, behind, excess)
+            if target <= 0 or not self._spill_oldest("full" if full else "will be full"):
+                return
+
+    def _spill_oldest(self, reason: str) -> bool:
+        """Spill the oldest entry that may be; return whether there was one, and room for it."""
+        for entry in self._states[State.RESIDENT]:
+            if entry.eligible:
+                return self._spill(entry, reason)
+        # A kept graph leaves entries behind that were read and will be read again.
+        for entry in self._states[State.READY]:
+            if entry.eligible and entry.host is None and self._is_idle(entry):
+                return self._spill(entry, reason)
+        return False
+
+    def _prefetch(self, entry: Entry | None) -> None:
+        """Fetch what is expected to be read next: `entry`, then the older ones, into slots that are free."""
+        depth = policy.prefetch_depth(self.config.prefetch, self.recorder.speeds)
+        if not self._states[State.HOST] or entry is None:
+            return
+        for candidate in self._expected(entry, depth):
+            if depth is not None and len(self._states[State.LOADING]) >= depth:
+                return
+            if candidate.state is State.HOST:
+                slot = self.ring.take(candidate.nbytes)
+                if slot is None and self.ring.may_grow(candidate.nbytes):
+                    slot = self._grow(candidate.nbytes)
+                if slot is None:
+                    return
+                self._load(candidate, slot, "prefetched")
+
+    def _expected(self, entry: Entry, depth: int | None) -> Iterator[Entry]:
+        """Yield `depth` entries in the order in which they will be read, or all those on the host."""
+        if depth is not None:
+            yield from islice(_from(entry), depth)
+            return
+        while self._states[State.HOST]:
+            newest = next(reversed(self._states[State.HOST]))
+            if newest.sequence > entry.sequence:
+                return
+            yield newest
+
+    # Device memory.
+
+    def _acquire(self, nbytes: int) -> Slot:
+        """Return a slot: a free one, a new one, or that of the entry that is needed last."""
+        ring = self.ring
+        slot = ring.take(nbytes, 2 * nbytes)
+        if slot is None and (
+            self._level is Pressure.NONE
+            or (self._level is Pressure.PACED and self._bytes[State.SPILLING] < 2 * nbytes)
+            or ring.may_grow(nbytes)
+        ):
+            slot = self._grow(nbytes)
+        full = self.counters.host_full
+        while slot is None:
+            slot = ring.take(nbytes)
+            if slot is None:
+                # Those that are free are too small.
+                ring.shrink(max(0, ring.bound - nbytes))
+                if ring.may_grow(nbytes):
+                    slot = self._grow(nbytes)
+                elif not self._give_way():
+                    break
+        if slot is not None:
+            return slot
+        if self.counters.host_full > full and self.config.on_host_full == "raise":
+            raise OffloadHostFull(
+                f"no room for a buffer of {nbytes} bytes: the ring holds {ring.held} bytes in use and the host "
+                f"{self.host.used} of at most {self.config.host_bytes()}. Raise `host_limit` or `ring_slots`, or set "
+                '`on_host_full="keep"` to let buffers stay on the device.'
+            )
+        self.counters.ring_grown += 1
+        slot = self._grow(nbytes)
+        if slot is None:
+            ring.shrink()
+            try:
+                slot = ring.grow(nbytes)
+            except torch.OutOfMemoryError as error:
+                error.add_note(f"fusedrnn.offload held {ring.held} bytes of device buffers: {self.counters}")
+                raise
+        return slot
+
+    def _grow(self, nbytes: int) -> Slot | None:
+        """Return a new slot, or None where the device has no room; the ring then keeps to what it holds."""
+        try:
+            return self.ring.grow(nbytes)
+        except torch.OutOfMemoryError:
+            self.counters.device_failures += 1
+            self.ring.refuse()
+            self._level = Pressure.FULL
+            return None
+
+    def _give_way(self) -> bool:
+        """Bring one slot closer to being free; return whether there was one."""
+        for entry in self._states[State.SPILLING]:
+            self.counters.ring_waits += 1
+            self._retire(entry)
+            return True
+        for entry in self._states[State.READY]:
+            if entry.host is not None and self._is_idle(entry):
+                self._retire(entry)
+                return True
+        if self._states[State.LOADING]:
+            farthest = min(self._states[State.LOADING], key=lambda entry: entry.sequence)
+            self.counters.unprefetched += 1
+            self._retire(farthest)
+            self._states[State.HOST].move_to_end(farthest, last=False)
+            return True
+        return self._spill_oldest("no slot")
+
+    def _is_idle(self, entry: Entry) -> bool:
+        """Return whether nobody refers to a buffer that was read, so that nothing more will be done with it."""
+        return not entry.written and entry.slot is not None and self.device.holders(entry.slot.buffer) == 0
+
+    # Transitions.
+
+    def _spill(self, entry: Entry, reason: str) -> bool:
+        """RESIDENT -> SPILLING; return whether the host had room."""
+        host = self.host.take(entry.nbytes)
+        if host is None:
+            self.counters.host_full += 1
+            return False
+        stream = self._spill_stream
+        assert entry.slot is not None
+        self._wait(stream, (entry.ready,))  # E1
+        self._wait(stream, host.events)  # E2
+        start = self._timed(stream, entry.sequence)
+        self.device.copy(stream, host.span, Span(entry.slot.buffer, 0, entry.nbytes))
+        entry.host, entry.h2d = host, None
+        entry.d2h = self.device.record(stream, start is not None)
+        if start is not None:
+            self.recorder.add("spill", entry.sequence, entry.nbytes, start, entry.d2h)
+        self.counters.spills += 1
+        self.counters.spilled_bytes += entry.nbytes
+        self._note(entry, "spill", reason)
+        self._move(entry, State.SPILLING)
+        return True
+
+    def _retire(self, entry: Entry) -> None:
+        """SPILLING, LOADING or READY -> HOST: only the copy on the host remains."""
+        assert entry.slot is not None and entry.host is not None
+        slot, entry.slot = entry.slot, None
+        self.ring.give(slot, self._last_uses(entry))
+        self._move(entry, State.HOST)
+
+    def _load(self, entry: Entry, slot: Slot, reason: str) -> None:
+        """HOST -> LOADING."""
+        stream = self._fetch_stream
+        assert entry.host is not None
+        self._wait(stream, (entry.d2h,))  # E4
+        self._wait(stream, slot.free)  # E5
+        slot.free = ()
+        start = self._timed(stream, entry.sequence)
+        self.device.copy(stream, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
+        entry.slot = slot
+        entry.h2d = self.device.record(stream, start is not None)
+        if start is not None:
+            self.recorder.add("fetch", entry.sequence, entry.nbytes, start, entry.h2d)
+        self.counters.loads += 1
+        self.counters.loaded_bytes += entry.nbytes
+        self._note(entry, "fetch", reason)
+        self._move(entry, State.LOADING)
+
+    def _free(self, entry: Entry, aliased: bool = False) -> None:
+        """Any state -> FREED. Somebody may still refer to the buffer if `aliased`; it is theirs then."""
+        slot, host = entry.slot, entry.host
+        if slot is not None:
+            forwarded = entry.d2h is not None and entry.h2d is None
+            events = self._last_uses(entry)
+            if entry.start is not None:
+                self.recorder.add("consume", entry.sequence, entry.nbytes, entry.start, events[0])
+            # The memory of a spill under way is not given to the allocator: its stream would have to wait for the copy.
+            if (aliased and self.device.holders(slot.buffer) > 0) or (not forwarded and self._has_enough(entry.nbytes)):
+                self.ring.drop(slot, events)
+            else:
+                self.ring.give(slot, events)
+        if host is not None:  # E8
+            self.host.give(host, (entry.d2h if entry.h2d is None else entry.h2d,))
+        self._unlink(entry)
+        if self._newest is None:
+            self._most, self._most_before = 0, self._most
+            self.ring.reset()
+
+    def _has_enough(self, nbytes: int) -> bool:
+        """Return whether the ring, above its bound, has enough free slots for what is still to be fetched."""
+        if self.ring.held <= self.ring.bound:
+            return False
+        depth = policy.prefetch_depth(self.config.prefetch, self.recorder.speeds)
+        return not self._states[State.HOST] or (depth is not None and self.ring.free > depth * nbytes)
+
+    def _last_uses(self, entry: Entry) -> tuple[Any, ...]:
+        """Return the events after which nobody reads or writes the entry's device copy (E7)."""
+        uses = tuple(self.device.record(stream, entry.start is not None) for stream in entry.readers)
+        entry.readers = []
+        if entry.h2d is not None:
+            return uses or (entry.h2d,)
+        return (*uses, entry.d2h) if entry.d2h is not None else uses or (entry.ready,)
+
+    # Bookkeeping.
+
+    def _wait(self, stream: Any, events: Iterable[Any]) -> None:
+        for event in events:
+            self.device.wait(stream, event)
+
+    def _timed(self, stream: Any, sequence: int) -> Any:
+        """Return a timed event where the times of this entry are taken."""
+        return self.device.record(stream, True) if self.recorder.samples(sequence) else None
+
+    def _note(self, entry: Entry, action: str, reason: str) -> None:
+        self.recorder.decisions.append(Decision(entry.sequence, action, entry.nbytes, reason))
+
+    def _move(self, entry: Entry, state: State) -> None:
+        del self._states[entry.state][entry]
+        self._bytes[entry.state] -= entry.nbytes
+        self._states[state][entry] = None
+        self._bytes[state] += entry.nbytes
+        entry.state = state
+
+    def _link(self, entry: Entry) -> None:
+        entry.older, self._newest = self._newest, entry
+        if entry.older is not None:
+            entry.older.newer = entry
+        self._states[entry.state][entry] = None
+        self._bytes[entry.state] += entry.nbytes
+        self._live += entry.nbytes
+        self._most = max(self._most, self._live)
+
+    def _unlink(self, entry: Entry) -> None:
+        if entry.newer is None:
+            self._newest = entry.older
+        else:
+            entry.newer.older = entry.older
+        if entry.older is not None:
+            entry.older.newer = entry.newer
+        del self._states[entry.state][entry]
+        self._bytes[entry.state] -= entry.nbytes
+        self._live -= entry.nbytes
+        entry.state = State.FREED
+        entry.slot = entry.host = entry.ready = entry.d2h = entry.h2d = entry.start = entry.older = entry.newer = None
+
+
+def _from(entry: Entry | None) -> Iterator[Entry]:
+    """Yield an entry and all older ones."""
+    while entry is not None:
+        yield entry
+        entry = entry.older
+
+
+def _spilled_from(entry: Entry) -> tuple[Any, ...]:
+    """Return the event of the spill that may still read the entry's device copy."""
+    return (entry.d2h,) if entry.d2h is not None and entry.h2d is None else ()

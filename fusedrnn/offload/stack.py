@@ -1,0 +1,186 @@
+"""Offloading as a layer sees it: an offloader, one stack per call, slots and handles."""
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrnn.offload.config import OffloadConfig
+from fusedrnn.offload.device import CudaDevice, Device, ThreadDevice
+from fusedrnn.offload.entry import Entry
+from fusedrnn.offload.resident import ResidentStack
+from fusedrnn.offload.ring import Slot
+from fusedrnn.offload.scheduler import Scheduler
+
+
+class ReservedSlot:
+    """A device buffer to be filled; it goes back by itself if it is never pushed."""
+
+    def __init__(self, scheduler: Scheduler, nbytes: int):
+        self._slot: Slot | None = None
+        self._scheduler, self._nbytes = scheduler, nbytes
+        self._slot = slot = scheduler.reserve(nbytes)
+        self._stream = scheduler.device.current_stream()
+        self.buffer: Any = slot.buffer[:nbytes]
+        """uint8 [nbytes]; the current stream may write it, until it is pushed."""
+
+    def _push(self, announced: int) -> Entry:
+        if self._slot is None:
+            raise RuntimeError("the slot was pushed before: `reserve` another")
+        slot, self._slot, self.buffer = self._slot, None, None
+        return self._scheduler.push(slot, self._nbytes, announced)
+
+    def __del__(self) -> None:
+        if self._slot is not None:
+            # The view would count as somebody else's.
+            self.buffer = None
+            self._scheduler.abandon_slot(self._slot, self._stream)
+
+
+class OffloadHandle:
+    """A pushed buffer. It is given back by `release`, or when the last reference to its handle goes."""
+
+    __slots__ = ("_entry", "_scheduler")
+
+    def __init__(self, scheduler: Scheduler, entry: Entry):
+        self._scheduler, self._entry = scheduler, entry
+
+    def get(self, writable: bool = False) -> Any:
+        """Return the buffer with the content that was pushed, uint8 [nbytes], safe to be read on the current stream.
+
+        It may be called again, on any stream, while the handle is not released. The memory stays in place while a
+        tensor refers to it. Where a graph is kept, let go of the tensor after use: only then can the
+        buffer make way for others.
+
+        Args:
+            writable: Whether the buffer will be overwritten, as the last thing before `release`. The current stream
+                then also waits for a copy to the host that still reads the buffer (one that was on its way when it was
+                asked for again). What a later `get` would return is undefined.
+
+        Raises:
+            RuntimeError: If the handle was released.
+        """
+        return self._scheduler.get(self._entry, writable)
+
+    def release(self) -> None:
+        """Give the buffer back once everything put on the current stream so far has run; more than once does no harm.
+
+        Tensors that `get` returned must not be used any more.
+        """
+        self._scheduler.release(self._entry)
+
+    def __del__(self) -> None:
+        self._scheduler.abandon(self._entry)
+
+
+class ActivationStack:
+    """The buffers of one forward call. Pushed first to last, they are expected to be read last to first.
+
+    Args:
+        scheduler: Who looks after them.
+        expected: Bytes that will be pushed in all, if known: the sooner the scheduler knows that they will not fit,
+            the more of the copying is hidden.
+    """
+
+    def __init__(self, scheduler: Scheduler, expected: int = 0):
+        self._scheduler, self._expected = scheduler, expected
+        if expected:
+            scheduler.announce(expected)
+
+    def reserve(self, nbytes: int) -> ReservedSlot:
+        """Return a slot whose `buffer` [nbytes] the current stream may write from now on.
+
+        Raises:
+            OffloadHostFull: If neither ring nor host has room and the configuration says "raise".
+            torch.OutOfMemoryError: If the device has no room even for the ring.
+        """
+        return ReservedSlot(self._scheduler, nbytes)
+
+    def push(self, slot: ReservedSlot) -> OffloadHandle:
+        """Take a slot whose content is final, and return its handle; the oldest buffers may go to the host now.
+
+        `slot.buffer` must not be used any more: read it through the handle.
+        """
+        announced = min(self._expected, slot._nbytes)
+        self._expected -= announced
+        return OffloadHandle(self._scheduler, slot._push(announced))
+
+    def take(self) -> list[Tensor]:
+        """End the forward pass. Nothing is left for autograd to keep: the handles keep it."""
+        self._close()
+        return []
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """Begin the backward pass."""
+
+    def _close(self) -> None:
+        if self._expected:
+            self._scheduler.announce(-self._expected)
+            self._expected = 0
+
+    def __del__(self) -> None:
+        self._close()
+
+
+class Offloader:
+    """Stacks for one module on any number of devices. A copy of it has the same configuration and nothing else.
+
+    Args:
+        config: What the user wants; None for the defaults.
+    """
+
+    def __init__(self, config: OffloadConfig | None = None):
+        self.config = config or OffloadConfig()
+        self._schedulers: dict[torch.device, Scheduler | None] = {}
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Offloader":
+        return Offloader(self.config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Offloader, (self.config,)
+
+    def stack(self, device: torch.device, expected: int = 0) -> ActivationStack | ResidentStack:
+        """Return the stack for one forward call on `device`.
+
+        Where offloading cannot help, its buffers stay where they are and autograd keeps them: on the CPU, unless
+        occupancy is injected; while a CUDA graph is captured, which owns its buffers; and under saved-tensor hooks,
+        which then see the buffers (checkpointing drops them and computes them again).
+
+        Args:
+            device: Where the buffers live.
+            expected: Bytes that will be pushed in all, if known.
+        """
+        scheduler = self.scheduler(device)
+        if scheduler is None or scheduler.device.is_capturing():
+            return ResidentStack(device)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return ResidentStack(device)
+        return ActivationStack(scheduler, expected)
+
+    def scheduler(self, device: torch.device) -> Scheduler | None:
+        """Return the scheduler of `device`, or None where offloading is inactive, which is said once."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._schedulers:
+            with self._lock:
+                if device not in self._schedulers:
+                    found = self._find(device)
+                    self._schedulers[device] = None if found is None else Scheduler(found, self.config)
+        return self._schedulers[device]
+
+    def _find(self, device: torch.device) -> Device | None:
+        if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
+            return CudaDevice(device)
+        if device.type == "cpu" and self.config.occupancy is not None:
+            return ThreadDevice()
+        if device.type == "cpu":
+            reason = "the CPU's memory is the host's; inject `occupancy` to try it there"
+        elif device.type == "cuda":
+            reason = "its memory is the host's"
+        else:
+            reason = "only CUDA devices have streams that it knows"
+        warnings.warn(f"offloading is inactive on {device}: {reason}", RuntimeWarning, stacklevel=5)
+        return None
