@@ -10,6 +10,8 @@ from fusedrnn.offload.ring import Slot
 class State(Enum):
     """Where an entry's bytes are."""
 
+    KEPT = "kept"
+    """On the device, too small to go anywhere."""
     RESIDENT = "resident"
     """On the device only, as pushed."""
     SPILLING = "spilling"
@@ -36,12 +38,11 @@ class Entry:
         stream: The stream that wrote it.
         ready: The event after which it is written.
         sequence: Its place in the order of the pushes.
-        eligible: Whether it may go to the host.
+        state: RESIDENT, or KEPT where it may not go to the host.
     """
 
     __slots__ = (
         "d2h",
-        "eligible",
         "h2d",
         "host",
         "nbytes",
@@ -57,8 +58,8 @@ class Entry:
         "written",
     )
 
-    def __init__(self, nbytes: int, slot: Slot, stream: Any, ready: Any, sequence: int, eligible: bool):
-        self.nbytes, self.stream, self.ready, self.sequence, self.eligible = nbytes, stream, ready, sequence, eligible
+    def __init__(self, nbytes: int, slot: Slot, stream: Any, ready: Any, sequence: int, state: State):
+        self.nbytes, self.stream, self.ready, self.sequence, self.state = nbytes, stream, ready, sequence, state
         self.slot: Slot | None = slot
         self.host: HostSlot | None = None
         self.d2h: Any = None
@@ -71,6 +72,10 @@ class Entry:
         """Streams with reads after which no event has been recorded."""
         self.written = False
         """Whether a reader may have overwritten it, so that it is of no further use."""
-        self.state = State.RESIDENT
         self.older: Entry | None = None
         self.newer: Entry | None = None
+
+    def end(self) -> None:
+        """Forget everything but that it is FREED."""
+        self.state = State.FREED
+        self.slot = self.host = self.ready = self.d2h = self.h2d = self.start = self.older = self.newer = None

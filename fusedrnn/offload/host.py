@@ -112,14 +112,31 @@ class HostPool:
         self._refused = _MOST_SLAB * 2
         return trimmed
 
+    def audit(self, used: list[HostSlot]) -> None:
+        """Check that free ranges and `used` slots together are the slabs, none of them twice."""
+        ranges = [(free.slab, free.start, free.stop) for found in self._free.values() for free in found]
+        taken = [
+            (slot.slab, slot.span.start, slot.span.start + _aligned(slot.span.stop - slot.span.start)) for slot in used
+        ]
+        assert self.used == sum(stop - start for _, start, stop in taken)
+        ends = dict.fromkeys(self._slabs, 0)
+        for slab, start, stop in sorted(ranges + taken):
+            assert ends[slab] == start, (slab, start, stop)
+            ends[slab] = stop
+        assert ends == self._sizes and sum(ends.values()) == self.reserved <= max(self._limit, 0)
+
     def _find(self, size: int) -> _Free | None:
-        ranges = self._free.get(size)
-        if not ranges:
-            sizes = [found for found, ranges in self._free.items() if ranges and found > size]
-            if not sizes:
+        """Remove and return the smallest free range in which `size` fits."""
+        if size not in self._free:
+            size = min((found for found in self._free if found > size), default=0)
+            if not size:
                 return None
-            ranges = self._free[min(sizes)]
-        return ranges.popleft()
+        ranges = self._free[size]
+        free = ranges.popleft()
+        if not ranges:
+            # Every size that was ever cut would be looked at otherwise.
+            del self._free[size]
+        return free
 
     def _put(self, free: _Free) -> None:
         self._free.setdefault(free.stop - free.start, deque()).append(free)

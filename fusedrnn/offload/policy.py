@@ -70,22 +70,17 @@ def capacity(held: int, allocated: int, total: int, limit: float, bound: int) ->
     return max(bound, held + int(limit * total) - allocated)
 
 
-def spill_target(
-    level: Pressure, nbytes: int, expected: int | None, room: int | None, away: int, behind: int, excess: int
-) -> int:
-    """Return how many bytes should go to the host now.
+def spill_target(full: bool, nbytes: int, missing: int | None, behind: int, excess: int) -> int:
+    """Return how many bytes should go to the host now; none, if not positive.
 
     Args:
-        level: How full the device is.
+        full: Whether the device is full.
         nbytes: Size of the buffer that was pushed last.
-        expected: Bytes that all buffers together will have, if known.
-        room: Bytes of them that may be on the device, if known.
-        away: Bytes of buffers that are on the host or on their way.
+        missing: Bytes that will not fit on the device unless they go to the host, if known.
         behind: Bytes of device buffers that are free or can be used again after their copy.
         excess: Bytes that the ring holds above its bound and shall give back.
     """
-    missing = None if expected is None or room is None else expected - room - away
-    if level is Pressure.FULL:
+    if full:
         # Two buffers behind: one whose copy has had the time of a chunk to finish, and one whose copy runs.
         wanted = 2 * nbytes + min(excess, nbytes) - behind
         return wanted if missing is None or excess else min(wanted, missing)

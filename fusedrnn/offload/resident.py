@@ -50,6 +50,10 @@ class ResidentStack:
         buffers, self.buffers = self.buffers, []
         return buffers
 
+    def handles(self) -> list[ResidentHandle]:
+        """Return the handles of the buffers that were put back."""
+        return [ResidentHandle(self, index) for index in range(len(self.buffers))]
+
     def give(self, buffers: list[Tensor]) -> None:
         """Put the buffers back."""
         self.buffers = buffers

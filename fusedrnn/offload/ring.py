@@ -99,10 +99,10 @@ class Ring:
 
         It is freed when nobody refers to it any more.
         """
-        for event in events:
-            self._device.wait(slot.home, event)
         if slot.owned:
             self.held -= slot.nbytes
+        for event in events:
+            self._device.wait(slot.home, event)
         slot.buffer, slot.free = None, ()
 
     def shrink(self, target: int = 0) -> None:

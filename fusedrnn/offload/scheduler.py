@@ -1,24 +1,8 @@
-"""The state machine of offloaded buffers: the only code that touches events.
-
-    RESIDENT --spill--> SPILLING --slot taken--> HOST --load--> LOADING --get--> READY
-        |                  |                       ^               |               |
-        +------- get ------+-------> READY         +- given back --+---------------+
-
-The edges between streams, and nothing else, keep a byte from being overwritten before it was read or read before it
-was written:
-
-    E1  spill stream waits for the producer          E5  fetch stream waits for the slot's last users
-    E2  spill stream waits for the host slot's       E6  reader waits for the fetch
-        last users                                   E7  a slot is free after its last use, and after the spill
-    E3  writer waits for the slot's last users           that still reads it
-    E4  fetch stream waits for the entry's spill     E8  a host slot is free after the last copy from or to it
-
-The host waits for nothing.
-"""
+"""When what happens: the decisions, and the methods that stacks, finalizers and users call."""
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -26,15 +10,14 @@ import torch
 
 from fusedrnn.offload import policy
 from fusedrnn.offload.config import OffloadConfig, OffloadHostFull
-from fusedrnn.offload.device import Device, Span
+from fusedrnn.offload.device import Device
 from fusedrnn.offload.entry import Entry, State
-from fusedrnn.offload.host import HostPool
 from fusedrnn.offload.policy import Pressure
-from fusedrnn.offload.ring import Ring, Slot
-from fusedrnn.offload.stats import Counters, Decision, Recorder
+from fusedrnn.offload.ring import Slot
+from fusedrnn.offload.transitions import Transitions, from_newest
 
 
-class Scheduler:
+class Scheduler(Transitions):
     """Keep pushed buffers on one device as long as there is room, and bring them back before they are read.
 
     Every method may be called from any thread.
@@ -45,23 +28,15 @@ class Scheduler:
     """
 
     def __init__(self, device: Device, config: OffloadConfig):
-        self.device, self.config = device, config
-        self.counters = Counters()
-        self.recorder = Recorder(device, config.trace)
-        self.ring = Ring(device, config.ring_slots)
-        self.host = HostPool(device, config.host_bytes())
-        self._spill_stream, self._fetch_stream = device.new_stream("spill"), device.new_stream("fetch")
+        super().__init__(device, config)
         self._lock = threading.Lock()
         self._later: deque[Callable[[], None]] = deque()
-        self._states: dict[State, OrderedDict[Entry, None]] = {state: OrderedDict() for state in State}
-        self._newest: Entry | None = None
         self._sequence = 0
         self._level = Pressure.NONE
         self._above = False
         self._credit = 0.0
         self._room: int | None = None
-        self._bytes = dict.fromkeys(State, 0)
-        self._live = self._announced = self._most = self._most_before = 0
+        self._announced = self._most = self._most_before = 0
 
     # What a stack calls.
 
@@ -78,7 +53,11 @@ class Scheduler:
             if policy.eligible(nbytes, self.config.min_bytes):
                 self._sample()
             slot = self._acquire(nbytes)
-            self._wait(stream, slot.free)  # E3
+            try:
+                self._wait("E3", stream, slot.free)
+            except BaseException:
+                self.ring.give(slot, slot.free)
+                raise
             slot.free = ()
             slot.start = self._timed(stream, self._sequence)
             return slot
@@ -96,12 +75,14 @@ class Scheduler:
             stream = self.device.current_stream()
             ready = self.device.record(stream, slot.start is not None)
             eligible = policy.eligible(nbytes, self.config.min_bytes)
-            entry = Entry(nbytes, slot, stream, ready, self._sequence, eligible)
+            state = State.RESIDENT if eligible else State.KEPT
+            entry = Entry(nbytes, slot, stream, ready, self._sequence, state)
             if slot.start is not None:
                 self.recorder.add("compute", entry.sequence, nbytes, slot.start, ready)
             self._sequence += 1
             self._announced -= announced
             self._link(entry)
+            self._most = max(self._most, self._live)
             self.counters.pushes += 1
             if eligible:
                 self.counters.eligible += 1
@@ -129,18 +110,21 @@ class Scheduler:
             assert entry.slot is not None
             arrived = self._timed(stream, entry.sequence)
             if entry.h2d is not None:
-                self._wait(stream, (entry.h2d,))  # E6
+                self._wait("E6", stream, (entry.h2d,))
             elif stream != entry.stream:
-                self._wait(stream, (entry.ready,))
+                self._wait("E6", stream, (entry.ready,))
             if writable:
-                self._wait(stream, _spilled_from(entry))
+                # Forwarded, and still being read by its spill.
+                if entry.d2h is not None and entry.h2d is None:
+                    self._wait("E7", stream, (entry.d2h,))
                 entry.written = True
             entry.start = self._timed(stream, entry.sequence)
             if arrived is not None and entry.h2d is not None:
                 self.recorder.add("stall", entry.sequence, entry.nbytes, arrived, entry.start)
             if stream not in entry.readers:
                 entry.readers.append(stream)
-            self._move(entry, State.READY)
+            if entry.state not in (State.READY, State.KEPT):
+                self._move(entry, State.READY)
             self._prefetch(entry.older)
             return entry.slot.buffer[: entry.nbytes]
 
@@ -154,9 +138,10 @@ class Scheduler:
             if entry.readers and stream not in entry.readers:
                 entry.readers.append(stream)
             older = entry.older
+            self._free(entry, enough=self._has_enough(entry.nbytes))
             self.counters.released += 1
-            self._free(entry)
             self._prefetch(older)
+            self._end_cycle()
             self.recorder.settle()
 
     # What finalizers call, from any thread and at any moment, also in the midst of the methods above.
@@ -193,16 +178,20 @@ class Scheduler:
 
     def _catch_up(self) -> None:
         while self._later:
-            self._later.popleft()()
+            # Only removed when it is done, so that nothing is lost if a device operation fails.
+            self._later[0]()
+            self._later.popleft()
 
     def _abandon(self, entry: Entry) -> None:
         if entry.state is not State.FREED:
+            self._free(entry, aliased=True, enough=self._has_enough(entry.nbytes))
             self.counters.dropped += 1
-            self._free(entry, aliased=True)
+            self._end_cycle()
 
     def _abandon_slot(self, slot: Slot, stream: Any) -> None:
         back = self.ring.drop if self.device.holders(slot.buffer) > 0 else self.ring.give
         back(slot, (self.device.record(stream),))
+        self._end_cycle()
 
     def _expect(self, nbytes: int) -> None:
         self._announced += nbytes
@@ -235,7 +224,7 @@ class Scheduler:
         """Return the entries that live, newest first."""
         with self._lock:
             self._enter()
-            return list(_from(self._newest))
+            return list(from_newest(self._newest))
 
     # Decisions.
 
@@ -260,34 +249,35 @@ class Scheduler:
     def _make_room(self, nbytes: int) -> None:
         """Spill the oldest behind a push of `nbytes`, and let the ring shrink while the device is too full."""
         ring, held = self.ring, self._bytes
-        if self._level is Pressure.PACED:
-            self._credit = min(2.0, self._credit + policy.hidden_fraction(self.recorder.speeds))
-            if self._credit >= 1 and self._spill_oldest("paced"):
-                self._credit -= 1
-            return
         full = self._level is Pressure.FULL
         excess = max(0, ring.held - ring.bound) if full and self._above else 0
         if excess and held[State.SPILLING] >= 2 * nbytes:
             self._retire(next(iter(self._states[State.SPILLING])))
             ring.shrink(ring.held - nbytes)
-        expected = (
-            max(self._live + self._announced, self._most_before) if self._announced or self._most_before else None
-        )
+        missing = None
+        if self._room is not None and (self._announced or self._most_before):
+            missing = max(self._live + self._announced, self._most_before) - self._room
+        if self._level is Pressure.PACED and (missing is None or missing > held[State.SPILLING] + held[State.HOST]):
+            self._credit = min(2.0, self._credit + policy.hidden_fraction(self.recorder.speeds))
+            if self._credit >= 1 and self._spill_oldest("paced"):
+                self._credit -= 1
+            return
         for _ in range(3 if full else 1):
             away = held[State.SPILLING] + held[State.HOST]
             behind = ring.free + held[State.SPILLING] + max(0, ring.bound - ring.held)
-            target = policy.spill_target(self._level, nbytes, expected, self._room, away, behind, excess)
-            if target <= 0 or not self._spill_oldest("full" if full else "will be full"):
+            left = None if missing is None else missing - away
+            if policy.spill_target(full, nbytes, left, behind, excess) <= 0:
+                return
+            if not self._spill_oldest("full" if full else "will be full"):
                 return
 
     def _spill_oldest(self, reason: str) -> bool:
         """Spill the oldest entry that may be; return whether there was one, and room for it."""
         for entry in self._states[State.RESIDENT]:
-            if entry.eligible:
-                return self._spill(entry, reason)
+            return self._spill(entry, reason)
         # A kept graph leaves entries behind that were read and will be read again.
         for entry in self._states[State.READY]:
-            if entry.eligible and entry.host is None and self._is_idle(entry):
+            if entry.host is None and self._is_idle(entry):
                 return self._spill(entry, reason)
         return False
 
@@ -310,7 +300,7 @@ class Scheduler:
     def _expected(self, entry: Entry, depth: int | None) -> Iterator[Entry]:
         """Yield `depth` entries in the order in which they will be read, or all those on the host."""
         if depth is not None:
-            yield from islice(_from(entry), depth)
+            yield from islice(from_newest(entry), depth)
             return
         while self._states[State.HOST]:
             newest = next(reversed(self._states[State.HOST]))
@@ -391,75 +381,6 @@ class Scheduler:
         """Return whether nobody refers to a buffer that was read, so that nothing more will be done with it."""
         return not entry.written and entry.slot is not None and self.device.holders(entry.slot.buffer) == 0
 
-    # Transitions.
-
-    def _spill(self, entry: Entry, reason: str) -> bool:
-        """RESIDENT -> SPILLING; return whether the host had room."""
-        host = self.host.take(entry.nbytes)
-        if host is None:
-            self.counters.host_full += 1
-            return False
-        stream = self._spill_stream
-        assert entry.slot is not None
-        self._wait(stream, (entry.ready,))  # E1
-        self._wait(stream, host.events)  # E2
-        start = self._timed(stream, entry.sequence)
-        self.device.copy(stream, host.span, Span(entry.slot.buffer, 0, entry.nbytes))
-        entry.host, entry.h2d = host, None
-        entry.d2h = self.device.record(stream, start is not None)
-        if start is not None:
-            self.recorder.add("spill", entry.sequence, entry.nbytes, start, entry.d2h)
-        self.counters.spills += 1
-        self.counters.spilled_bytes += entry.nbytes
-        self._note(entry, "spill", reason)
-        self._move(entry, State.SPILLING)
-        return True
-
-    def _retire(self, entry: Entry) -> None:
-        """SPILLING, LOADING or READY -> HOST: only the copy on the host remains."""
-        assert entry.slot is not None and entry.host is not None
-        slot, entry.slot = entry.slot, None
-        self.ring.give(slot, self._last_uses(entry))
-        self._move(entry, State.HOST)
-
-    def _load(self, entry: Entry, slot: Slot, reason: str) -> None:
-        """HOST -> LOADING."""
-        stream = self._fetch_stream
-        assert entry.host is not None
-        self._wait(stream, (entry.d2h,))  # E4
-        self._wait(stream, slot.free)  # E5
-        slot.free = ()
-        start = self._timed(stream, entry.sequence)
-        self.device.copy(stream, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
-        entry.slot = slot
-        entry.h2d = self.device.record(stream, start is not None)
-        if start is not None:
-            self.recorder.add("fetch", entry.sequence, entry.nbytes, start, entry.h2d)
-        self.counters.loads += 1
-        self.counters.loaded_bytes += entry.nbytes
-        self._note(entry, "fetch", reason)
-        self._move(entry, State.LOADING)
-
-    def _free(self, entry: Entry, aliased: bool = False) -> None:
-        """Any state -> FREED. Somebody may still refer to the buffer if `aliased`; it is theirs then."""
-        slot, host = entry.slot, entry.host
-        if slot is not None:
-            forwarded = entry.d2h is not None and entry.h2d is None
-            events = self._last_uses(entry)
-            if entry.start is not None:
-                self.recorder.add("consume", entry.sequence, entry.nbytes, entry.start, events[0])
-            # The memory of a spill under way is not given to the allocator: its stream would have to wait for the copy.
-            if (aliased and self.device.holders(slot.buffer) > 0) or (not forwarded and self._has_enough(entry.nbytes)):
-                self.ring.drop(slot, events)
-            else:
-                self.ring.give(slot, events)
-        if host is not None:  # E8
-            self.host.give(host, (entry.d2h if entry.h2d is None else entry.h2d,))
-        self._unlink(entry)
-        if self._newest is None:
-            self._most, self._most_before = 0, self._most
-            self.ring.reset()
-
     def _has_enough(self, nbytes: int) -> bool:
         """Return whether the ring, above its bound, has enough free slots for what is still to be fetched."""
         if self.ring.held <= self.ring.bound:
@@ -467,64 +388,9 @@ class Scheduler:
         depth = policy.prefetch_depth(self.config.prefetch, self.recorder.speeds)
         return not self._states[State.HOST] or (depth is not None and self.ring.free > depth * nbytes)
 
-    def _last_uses(self, entry: Entry) -> tuple[Any, ...]:
-        """Return the events after which nobody reads or writes the entry's device copy (E7)."""
-        uses = tuple(self.device.record(stream, entry.start is not None) for stream in entry.readers)
-        entry.readers = []
-        if entry.h2d is not None:
-            return uses or (entry.h2d,)
-        return (*uses, entry.d2h) if entry.d2h is not None else uses or (entry.ready,)
-
-    # Bookkeeping.
-
-    def _wait(self, stream: Any, events: Iterable[Any]) -> None:
-        for event in events:
-            self.device.wait(stream, event)
-
-    def _timed(self, stream: Any, sequence: int) -> Any:
-        """Return a timed event where the times of this entry are taken."""
-        return self.device.record(stream, True) if self.recorder.samples(sequence) else None
-
-    def _note(self, entry: Entry, action: str, reason: str) -> None:
-        self.recorder.decisions.append(Decision(entry.sequence, action, entry.nbytes, reason))
-
-    def _move(self, entry: Entry, state: State) -> None:
-        del self._states[entry.state][entry]
-        self._bytes[entry.state] -= entry.nbytes
-        self._states[state][entry] = None
-        self._bytes[state] += entry.nbytes
-        entry.state = state
-
-    def _link(self, entry: Entry) -> None:
-        entry.older, self._newest = self._newest, entry
-        if entry.older is not None:
-            entry.older.newer = entry
-        self._states[entry.state][entry] = None
-        self._bytes[entry.state] += entry.nbytes
-        self._live += entry.nbytes
-        self._most = max(self._most, self._live)
-
-    def _unlink(self, entry: Entry) -> None:
-        if entry.newer is None:
-            self._newest = entry.older
-        else:
-            entry.newer.older = entry.older
-        if entry.older is not None:
-            entry.older.newer = entry.newer
-        del self._states[entry.state][entry]
-        self._bytes[entry.state] -= entry.nbytes
-        self._live -= entry.nbytes
-        entry.state = State.FREED
-        entry.slot = entry.host = entry.ready = entry.d2h = entry.h2d = entry.start = entry.older = entry.newer = None
-
-
-def _from(entry: Entry | None) -> Iterator[Entry]:
-    """Yield an entry and all older ones."""
-    while entry is not None:
-        yield entry
-        entry = entry.older
-
-
-def _spilled_from(entry: Entry) -> tuple[Any, ...]:
-    """Return the event of the spill that may still read the entry's device copy."""
-    return (entry.d2h,) if entry.d2h is not None and entry.h2d is None else ()
+    def _end_cycle(self) -> None:
+        """After the last entry, keep no more than the ring's bound, and know how much there was."""
+        if self._newest is None:
+            if self._most:
+                self._most_before, self._most = self._most, 0
+            self.ring.reset()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedrnn.offload.config import OffloadConfig
 from fusedrnn.offload.device import CudaDevice, Device, ThreadDevice
-from fusedrnn.offload.entry import Entry
+from fusedrnn.offload.entry import Entry, State
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.offload.ring import Slot
 from fusedrnn.offload.scheduler import Scheduler
@@ -29,8 +29,9 @@ class ReservedSlot:
     def _push(self, announced: int) -> Entry:
         if self._slot is None:
             raise RuntimeError("the slot was pushed before: `reserve` another")
-        slot, self._slot, self.buffer = self._slot, None, None
-        return self._scheduler.push(slot, self._nbytes, announced)
+        entry = self._scheduler.push(self._slot, self._nbytes, announced)
+        self._slot = self.buffer = None
+        return entry
 
     def __del__(self) -> None:
         if self._slot is not None:
@@ -72,7 +73,8 @@ class OffloadHandle:
         self._scheduler.release(self._entry)
 
     def __del__(self) -> None:
-        self._scheduler.abandon(self._entry)
+        if self._entry.state is not State.FREED:
+            self._scheduler.abandon(self._entry)
 
 
 class ActivationStack:

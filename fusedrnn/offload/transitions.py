@@ -1,0 +1,195 @@
+"""What happens to an entry, and the edges between streams that make it safe.
+
+    RESIDENT --spill--> SPILLING --retire--> HOST --load--> LOADING --get--> READY
+        |                  |                  ^               |               |
+        +------- get ------+---> READY        +---- retire ---+---------------+
+
+These edges, and nothing else, keep a byte from being overwritten before it was read or read before it was written:
+
+    E1  spill stream waits for the producer          E5  fetch stream waits for the slot's last users
+    E2  spill stream waits for the host slot's       E6  reader waits for the fetch
+        last users                                   E7  a slot is free after its last use, and after the spill
+    E3  writer waits for the slot's last users           that still reads it
+    E4  fetch stream waits for the entry's spill     E8  a host slot is free after the last copy from or to it
+
+The host waits for nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from fusedrnn.offload.config import OffloadConfig
+from fusedrnn.offload.device import Device, Span
+from fusedrnn.offload.entry import Entry, State
+from fusedrnn.offload.host import HostPool
+from fusedrnn.offload.ring import Ring, Slot
+from fusedrnn.offload.stats import Counters, Decision, Recorder
+
+
+class Transitions:
+    """The entries of one device with the memory they use. No method here decides anything, and none is thread-safe.
+
+    Args:
+        device: Where the buffers live.
+        config: What the user wants.
+    """
+
+    def __init__(self, device: Device, config: OffloadConfig):
+        self.device, self.config = device, config
+        self.counters = Counters()
+        self.recorder = Recorder(device, config.trace)
+        self.ring = Ring(device, config.ring_slots)
+        self.host = HostPool(device, config.host_bytes())
+        self._spill_stream, self._fetch_stream = device.new_stream("spill"), device.new_stream("fetch")
+        self._states: dict[State, OrderedDict[Entry, None]] = {state: OrderedDict() for state in State}
+        self._bytes = dict.fromkeys(State, 0)
+        self._newest: Entry | None = None
+        self._live = 0
+
+    def _spill(self, entry: Entry, reason: str) -> bool:
+        """RESIDENT -> SPILLING; return whether the host had room."""
+        # A copy that could not be put on its stream has left its host slot with the entry.
+        if entry.host is None:
+            entry.host = self.host.take(entry.nbytes)
+            if entry.host is None:
+                self.counters.host_full += 1
+                return False
+        assert entry.slot is not None
+        stream, host = self._spill_stream, entry.host
+        self._wait("E1", stream, (entry.ready,))
+        self._wait("E2", stream, host.events)
+        host.events = ()
+        start = self._timed(stream, entry.sequence)
+        self.device.copy(stream, host.span, Span(entry.slot.buffer, 0, entry.nbytes))
+        entry.d2h, entry.h2d = self.device.record(stream, start is not None), None
+        if start is not None:
+            self.recorder.add("spill", entry.sequence, entry.nbytes, start, entry.d2h)
+        self.counters.spills += 1
+        self.counters.spilled_bytes += entry.nbytes
+        self._note(entry, "spill", reason)
+        self._move(entry, State.SPILLING)
+        return True
+
+    def _retire(self, entry: Entry) -> None:
+        """SPILLING, LOADING or READY -> HOST: only the copy on the host remains."""
+        assert entry.slot is not None and entry.host is not None
+        self.ring.give(entry.slot, self._last_uses(entry))
+        entry.slot = None
+        self._move(entry, State.HOST)
+
+    def _load(self, entry: Entry, slot: Slot, reason: str) -> None:
+        """HOST -> LOADING."""
+        assert entry.host is not None
+        stream = self._fetch_stream
+        try:
+            self._wait("E4", stream, (entry.d2h,))
+            self._wait("E5", stream, slot.free)
+            start = self._timed(stream, entry.sequence)
+            self.device.copy(stream, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
+            entry.h2d = self.device.record(stream, start is not None)
+        except BaseException:
+            self.ring.give(slot, slot.free)
+            raise
+        slot.free = ()
+        entry.slot = slot
+        if start is not None:
+            self.recorder.add("fetch", entry.sequence, entry.nbytes, start, entry.h2d)
+        self.counters.loads += 1
+        self.counters.loaded_bytes += entry.nbytes
+        self._note(entry, "fetch", reason)
+        self._move(entry, State.LOADING)
+
+    def _free(self, entry: Entry, aliased: bool = False, enough: bool = False) -> None:
+        """Any state -> FREED.
+
+        Args:
+            entry: Whose memory is given back.
+            aliased: Whether somebody may still refer to the buffer; if so it is theirs.
+            enough: Whether the ring has slots enough without this one.
+        """
+        slot, host = entry.slot, entry.host
+        if slot is not None:
+            # A spill under way would have to be waited for before the allocator could have the memory.
+            enough = enough and (entry.d2h is None or entry.h2d is not None)
+            events = self._last_uses(entry)
+            if entry.start is not None:
+                self.recorder.add("consume", entry.sequence, entry.nbytes, entry.start, events[0])
+            if enough or (aliased and self.device.holders(slot.buffer) > 0):
+                self.ring.drop(slot, events)
+            else:
+                self.ring.give(slot, events)
+        if host is not None:
+            self.host.give(host, self._host_uses(entry))
+        self._unlink(entry)
+
+    def _last_uses(self, entry: Entry) -> tuple[Any, ...]:
+        """Return the events after which nobody reads or writes the entry's device copy (E7)."""
+        uses = tuple(self.device.record(stream, entry.start is not None) for stream in entry.readers)
+        entry.readers = []
+        if entry.h2d is not None:
+            return uses or (entry.h2d,)
+        return (*uses, entry.d2h) if entry.d2h is not None else uses or (entry.ready,)
+
+    def _host_uses(self, entry: Entry) -> tuple[Any, ...]:
+        """Return the events after which nobody reads or writes the entry's copy on the host (E8)."""
+        last = entry.d2h if entry.h2d is None else entry.h2d
+        return () if last is None else (last,)
+
+    def _wait(self, edge: str, stream: Any, events: tuple[Any, ...]) -> None:
+        """Let `stream` wait: `edge` says why, in the words of the list above."""
+        for event in events:
+            self.device.wait(stream, event)
+
+    def _timed(self, stream: Any, sequence: int) -> Any:
+        """Return a timed event where the times of this entry are taken."""
+        return self.device.record(stream, True) if self.recorder.samples(sequence) else None
+
+    def _note(self, entry: Entry, action: str, reason: str) -> None:
+        self.recorder.decisions.append(Decision(entry.sequence, action, entry.nbytes, reason))
+
+    def _move(self, entry: Entry, state: State) -> None:
+        nbytes = entry.nbytes
+        del self._states[entry.state][entry]
+        self._bytes[entry.state] -= nbytes
+        self._states[state][entry] = None
+        self._bytes[state] += nbytes
+        entry.state = state
+
+    def _link(self, entry: Entry) -> None:
+        entry.older, self._newest = self._newest, entry
+        if entry.older is not None:
+            entry.older.newer = entry
+        self._states[entry.state][entry] = None
+        self._bytes[entry.state] += entry.nbytes
+        self._live += entry.nbytes
+
+    def _unlink(self, entry: Entry) -> None:
+        if entry.newer is None:
+            self._newest = entry.older
+        else:
+            entry.newer.older = entry.older
+        if entry.older is not None:
+            entry.older.newer = entry.newer
+        del self._states[entry.state][entry]
+        self._bytes[entry.state] -= entry.nbytes
+        self._live -= entry.nbytes
+        entry.end()
+
+    def audit(self) -> None:
+        """Check that every byte is accounted for: in use + free = held, on the device and on the host."""
+        entries = list(from_newest(self._newest))
+        assert sum(map(len, self._states.values())) == len(entries)
+        assert self._live == sum(entry.nbytes for entry in entries) == sum(self._bytes.values())
+        for entry in entries:
+            assert entry in self._states[entry.state] and (entry.slot is None) == (entry.state is State.HOST)
+        used = sum(entry.slot.nbytes for entry in entries if entry.slot is not None and entry.slot.owned)
+        assert used + self.ring.free == self.ring.held, (used, self.ring.free, self.ring.held)
+        self.host.audit([entry.host for entry in entries if entry.host is not None])
+
+
+def from_newest(entry: Entry | None) -> Iterator[Entry]:
+    """Yield an entry and all older ones."""
+    while entry is not None:
+        yield entry
+        entry = entry.older
