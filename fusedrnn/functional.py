@@ -1,9 +1,9 @@
 """The functional form: validate, choose a backend, run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fusedrnn.backends import BACKENDS, Choice, choose
 from fusedrnn.backends.base import SAVE_MODES, Call, Task
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.cells import LSTM, States, Weights, state_dtype
+from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.sequence import Plan, run
@@ -100,7 +101,7 @@ def run_layers(
     directions: int = 1,
     dropout: float = 0.0,
     reverse: bool = False,
-) -> tuple[Tensor, tuple[Tensor, Tensor], Choice]:
+) -> tuple[Tensor, tuple[Tensor, Tensor], Choice | None]:
     """Run a stack of layers whose arguments have been checked.
 
     Args:
@@ -114,7 +115,7 @@ def run_layers(
         reverse: With one direction: run from the last step to the first.
 
     Returns:
-        The output, the final states, and who ran it.
+        The output, the final states, and who ran it (None while compiling).
     """
     x, states, layers, autocast = _under_autocast(x, states, layers)
     H, P = layers[0].hidden_size, layers[0].output_size
@@ -123,13 +124,18 @@ def run_layers(
         c0 = x.new_zeros((len(layers), layout.batch, H), dtype=state_dtype(x.dtype))
     else:
         h0, c0 = states[0], states[1].to(state_dtype(x.dtype))
+    if torch.compiler.is_compiling():
+        compiled = partial(_compiled, options)
+        with autocast:
+            y, (h, c) = _run_stages(x, (h0, c0), layers, directions, dropout, reverse, compiled)
+        return y, (h, c.to(x.dtype)), None
     call = _describe(x, (h0, c0), layers, layout, directions)
     choice = choose(call, options.backend, options.save, options.chunk)
     with autocast:
         if isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
             y, (h, c) = choice.backend.run_whole(x, (h0, c0), list(layers), directions, dropout)
         else:
-            y, (h, c) = _run_stages(x, (h0, c0), layers, layout, choice, directions, dropout, reverse)
+            y, (h, c) = _run_stages(x, (h0, c0), layers, directions, dropout, reverse, partial(_eager, choice, layout))
     return y, (h, c.to(x.dtype)), choice
 
 
@@ -137,11 +143,10 @@ def _run_stages(
     x: Tensor,
     states: States,
     layers: Sequence[Weights],
-    layout: SequenceLayout,
-    choice: Choice,
     directions: int,
     dropout: float,
     reverse: bool,
+    run_stage: Callable[[tuple[Weights, ...], bool, Tensor, States], tuple[Tensor, States]],
 ) -> tuple[Tensor, States]:
     """Run the layers in stages: chunks pass through all layers of a stage before the next chunk starts.
 
@@ -154,16 +159,9 @@ def _run_stages(
         outputs = []
         for direction in range(directions):
             rows = slice(first + direction, first + direction + depth)
-            task = Task(
-                LSTM,
-                tuple(layers[rows]),
-                layout,
-                reverse=reverse or direction == 1,
-                save=choice.save,
-                stack=ResidentStack(x.device),
+            y, after = run_stage(
+                tuple(layers[rows]), reverse or direction == 1, x, tuple(state[rows] for state in states)
             )
-            plan = Plan(task, choice.backend, choice.chunk)
-            y, after = run(plan, x, tuple(state[rows] for state in states))
             outputs.append(y)
             finals.append(after)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
@@ -172,6 +170,21 @@ def _run_stages(
     if len(finals) == 1:
         return x, finals[0]
     return x, tuple(map(torch.cat, zip(*finals, strict=True)))
+
+
+def _eager(
+    choice: Choice, layout: SequenceLayout, layers: tuple[Weights, ...], reverse: bool, x: Tensor, states: States
+) -> tuple[Tensor, States]:
+    """Run one stage through the autograd function."""
+    task = Task(LSTM, layers, layout, reverse, choice.save, ResidentStack(x.device))
+    return run(Plan(task, choice.backend, choice.chunk), x, states)
+
+
+def _compiled(
+    options: Options, layers: tuple[Weights, ...], reverse: bool, x: Tensor, states: States
+) -> tuple[Tensor, States]:
+    """Run one stage as an operator of torch.library."""
+    return run_compiled(layers, reverse, x, states, options.backend, options.save, options.chunk)
 
 
 def check_states(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -75,8 +74,6 @@ class LSTM(nn.LSTM):
             ValueError: If shapes, dtypes or devices do not agree.
             RuntimeError: If no backend can run the call; the message has every backend's reasons.
         """
-        if torch.compiler.is_compiling():
-            return super().forward(input, hx)
         packed = input if isinstance(input, PackedSequence) else None
         x = input.data if isinstance(input, PackedSequence) else input
         self._check_input(x, packed is not None)
@@ -100,7 +97,10 @@ class LSTM(nn.LSTM):
             directions=2 if self.bidirectional else 1,
             dropout=self.dropout if self.training and self.num_layers > 1 else 0.0,
         )
-        self._choice = f"backend {choice.backend.name!r}, save={choice.save!r}, chunk={choice.chunk}: {choice.reason}"
+        if choice is not None:
+            self._choice = (
+                f"backend {choice.backend.name!r}, save={choice.save!r}, chunk={choice.chunk}: {choice.reason}"
+            )
         if packed is not None:
             out = PackedSequence(y, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
             if packed.unsorted_indices is not None:

@@ -41,7 +41,7 @@ def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:
         y, *finals = _Sequence.apply(plan, layers, len(states), x, *states, *flat)
     else:
         plan = replace(plan, task=replace(plan.task, stack=None))
-        y, finals, _, _ = _forward(plan, x, states)
+        y, finals, _, _ = forward_pass(plan, x, states)
     return y.view(*x.shape[:-1], y.shape[-1]), tuple(finals)
 
 
@@ -57,7 +57,7 @@ def _unflatten(flat: list[Any], present: list[list[bool]]) -> list[list[Any]]:
     return [[next(items) if there else None for there in layer] for layer in present]
 
 
-def _forward(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[States], list[Handle | None]]:
+def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[States], list[Handle | None]]:
     """Run the chunks.
 
     Returns:
@@ -68,15 +68,15 @@ def _forward(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, lis
     work = Workspace(x.device)
     y = x.new_empty(layout.rows, task.layers[-1].output_size)
     borders: list[States] = []
-    saved: list[Handle | None] = []
+    handles: list[Handle | None] = []
     for chunk in _chunks(plan):
         rows = slice(chunk.start, chunk.stop)
-        if task.stack and saved:
+        if task.stack and handles:
             borders.append(states)
-        states, entry = plan.backend.forward_chunk(task, chunk, layout.take(x, chunk), states, y[rows], work)
+        states, handle = plan.backend.forward_chunk(task, chunk, layout.take(x, chunk), states, y[rows], work)
         if task.stack:
-            saved.append(entry)
-    return y, states, borders, saved
+            handles.append(handle)
+    return y, states, borders, handles
 
 
 def _chunks(plan: Plan) -> list[Chunk]:
@@ -94,13 +94,13 @@ class _Sequence(torch.autograd.Function):
         task = replace(plan.task, layers=_layers(flat, present))
         plan = replace(plan, task=task)
         assert isinstance(plan.backend, ChunkedBackend) and task.stack
-        y, finals, borders, entries = _forward(plan, x, states)
+        y, finals, borders, handles = forward_pass(plan, x, states)
         reads_x, reads_y = plan.backend.needs(task.save, any(ctx.needs_input_grad[4 + n_states :]))
         # Everything that lives until the backward pass goes through autograd, which frees it right after and shows it
-        # to saved-tensor hooks; the entries hold no tensors.
+        # to saved-tensor hooks; the handles hold no tensors.
         kept = [*states, *flat, *(state for before in borders for state in before), *task.stack.take()]
         ctx.save_for_backward(*([x] if reads_x else []), *([y] if reads_y else []), *kept)
-        ctx.plan, ctx.entries = replace(plan, task=replace(task, layers=())), entries
+        ctx.plan, ctx.handles = replace(plan, task=replace(task, layers=())), handles
         ctx.reads, ctx.present, ctx.n_states, ctx.shape = (reads_x, reads_y), present, n_states, x.shape
         ctx.set_materialize_grads(False)
         return y, *finals
@@ -112,69 +112,88 @@ class _Sequence(torch.autograd.Function):
         y = next(saved) if ctx.reads[1] else None
         states = tuple(islice(saved, ctx.n_states))
         flat = list(islice(saved, sum(map(sum, ctx.present))))
-        borders = [states, *(tuple(islice(saved, ctx.n_states)) for _ in ctx.entries[1:])]
+        borders = [states, *(tuple(islice(saved, ctx.n_states)) for _ in ctx.handles[1:])]
         plan = replace(ctx.plan, task=replace(ctx.plan.task, layers=_layers(flat, ctx.present)))
         if dy is not None:
             dy = dy.view(*ctx.shape[:-1], -1)
         if torch.is_grad_enabled():
             grads = _differentiable_backward(ctx, plan.task, x, states, flat, (dy, *dfinals))
             return None, None, None, *grads
+        needs_x, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4 + ctx.n_states :]
+        dx = states[0].new_empty(plan.task.layout.rows, ctx.shape[-1]) if needs_x else None
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         plan.task.stack.give(list(saved))
         try:
-            with torch.autocast(states[0].device.type, enabled=False):
-                return None, None, None, *_backward(ctx, plan, x, y, borders, flat, dy, dfinals)
+            dstates, sums = backward_pass(plan, x, y, borders, ctx.handles, dy, dfinals, dx, needs, keep)
         finally:
             plan.task.stack.take()
+        return None, None, None, None if dx is None else dx.view(ctx.shape), *dstates, *sums
 
 
 def _layers(flat: list[Tensor], present: list[list[bool]]) -> tuple[Weights, ...]:
     return tuple(Weights(*layer) for layer in _unflatten(flat, present))
 
 
-def _backward(
-    ctx: Any,
+def backward_pass(
     plan: Plan,
     x: Tensor | None,
     y: Tensor | None,
     borders: list[States],
-    flat: list[Tensor],
+    handles: list[Handle | None],
     dy: Tensor | None,
     dfinals: tuple[Tensor | None, ...],
-) -> list[Tensor | None]:
-    """Run the chunks from the last to the first; return the gradients of x, the states and the weights."""
+    dx: Tensor | None,
+    needs: tuple[bool, ...],
+    keep: bool,
+) -> tuple[States, list[Tensor | None]]:
+    """Run the chunks from the last to the first.
+
+    Args:
+        plan: As in the forward pass.
+        x: Input, or None where it is not read.
+        y: Output rows [rows, P], or None where they are not read.
+        borders: The states before each chunk.
+        handles: What each chunk pushed.
+        dy: Gradient of the output, shaped as it, or None for zero.
+        dfinals: Gradients of the final states, each None for zero.
+        dx: Where the gradient of the input goes, rows [rows, I], or None where it needs none.
+        needs: For each weight that is there, whether it needs a gradient.
+        keep: Whether what is saved must stay as it is.
+
+    Returns:
+        The gradients of the initial states, and those of the weights, None where not needed.
+    """
     assert isinstance(plan.backend, ChunkedBackend)
     task, layout, states = plan.task, plan.task.layout, borders[0]
     dtype, device = states[0].dtype, states[0].device
-    needs_x, needs_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4 + ctx.n_states :]
+    flat, present = _flatten(task.layers)
     sums = [
         torch.zeros_like(weight, dtype=state_dtype(dtype)) if needed else None
-        for weight, needed in zip(flat, needs_weights, strict=True)
+        for weight, needed in zip(flat, needs, strict=True)
     ]
-    dx = torch.empty((layout.rows, ctx.shape[-1]), dtype=dtype, device=device) if needs_x else None
-    grads = Gradients(None, _unflatten(sums, ctx.present))
+    grads = Gradients(None, _unflatten(sums, present))
     dstates: States = tuple(
         torch.zeros_like(state) if given is None else given.clone(memory_format=torch.contiguous_format)
         for state, given in zip(states, dfinals, strict=True)
     )
-    keep = torch._C._autograd._get_current_graph_task_keep_graph()
     work = Workspace(device)
-    for chunk, before, entry in reversed(list(zip(_chunks(plan), borders, ctx.entries, strict=True))):
-        grads.dx = None if dx is None else dx[chunk.start : chunk.stop]
-        dstates = plan.backend.backward_chunk(
-            task,
-            chunk,
-            _take(layout, x, chunk),
-            _take(layout, y, chunk),
-            before,
-            entry,
-            _take(layout, dy, chunk),
-            dstates,
-            grads,
-            keep,
-            work,
-        )
-    weights = (None if total is None else total.to(dtype) for total in sums)
-    return [None if dx is None else dx.view(ctx.shape), *dstates, *weights]
+    with torch.autocast(device.type, enabled=False):
+        for chunk, before, handle in reversed(list(zip(_chunks(plan), borders, handles, strict=True))):
+            grads.dx = None if dx is None else dx[chunk.start : chunk.stop]
+            dstates = plan.backend.backward_chunk(
+                task,
+                chunk,
+                _take(layout, x, chunk),
+                _take(layout, y, chunk),
+                before,
+                handle,
+                _take(layout, dy, chunk),
+                dstates,
+                grads,
+                keep,
+                work,
+            )
+    return dstates, [None if total is None else total.to(dtype) for total in sums]
 
 
 def _take(layout: SequenceLayout, tensor: Tensor | None, chunk: Chunk) -> Tensor | None:

@@ -33,6 +33,7 @@ class Call:
         transformed: Whether the call runs under a `torch.func` transform or forward-mode differentiation.
         memory: Bytes of the device's memory, 0 where it is not known.
         onednn: Whether torch may use oneDNN at present.
+        recorded: Whether autograd can record operations, which it cannot inside an operator of torch.library.
     """
 
     T: int
@@ -49,6 +50,7 @@ class Call:
     transformed: bool = False
     memory: int = 0
     onednn: bool = False
+    recorded: bool = True
 
     def step_bytes(self, save: str) -> int:
         """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own output."""
@@ -175,6 +177,10 @@ class RecordingBackend(Backend):
 class ChunkedBackend(Backend):
     """A backend that computes chunk by chunk and writes its own backward pass."""
 
+    def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
+        """Return the bytes that a chunk of `rows` rows pushes; 0 where it pushes nothing."""
+        return 0
+
     def chunk_steps(self, call: Call) -> int:
         """Return how many steps a chunk has where the user does not say."""
         raise NotImplementedError
@@ -235,6 +241,9 @@ class ChunkedBackend(Backend):
     def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
         """Return whether the backward pass reads (x, y) again."""
         raise NotImplementedError
+
+
+RECORDS = "it lets autograd record, which a compiled operator does not allow"
 
 
 def plain_call(call: Call) -> list[str]:

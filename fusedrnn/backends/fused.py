@@ -94,6 +94,11 @@ class FusedBackend(ChunkedBackend):
 
     # The flow of a chunk.
 
+    def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
+        """See `ChunkedBackend.slot_bytes`."""
+        fields = _fields(task, rows, dtype)
+        return fields[-1].stop if fields else 0
+
     def chunk_steps(self, call: Call) -> int:
         """See `ChunkedBackend.chunk_steps`: gates of about 4 MiB, and at least 32 steps."""
         return max(_LEAST_STEPS, _GATES_BYTES // max(1, 4 * call.B * call.H * call.dtype.itemsize))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends.base import (
+    RECORDS,
     Call,
     ChunkedBackend,
     Gradients,
@@ -44,6 +45,8 @@ class OneDNN(RecordingBackend, ChunkedBackend):
             reasons.append(f"it computes float32, the input is {str(call.dtype).removeprefix('torch.')}")
         if call.P != call.H:
             reasons.append("oneDNN has no projection (proj_size)")
+        if not call.recorded:
+            reasons.append(RECORDS)
         if call.packed:
             reasons.append("oneDNN takes no packed sequences")
         return reasons

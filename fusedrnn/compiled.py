@@ -1,0 +1,192 @@
+"""The layers as an operator of `torch.library`: torch.compile and torch.export take it whole, whatever the length.
+
+The operator's results are the output, the final states, and what the backward pass reads again, as plain tensors; a
+second operator computes the gradients from them. Backends that let autograd record have no part in it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedrnn.backends import choose
+from fusedrnn.backends.base import Call, ChunkedBackend, Handle, Task
+from fusedrnn.cells import LSTM, States, Weights
+from fusedrnn.layout import SequenceLayout
+from fusedrnn.offload.resident import ResidentStack
+from fusedrnn.sequence import Plan, backward_pass, forward_pass
+
+
+def run(
+    layers: tuple[Weights, ...], reverse: bool, x: Tensor, states: States, backend: str, save: str, chunk: int | str
+) -> tuple[Tensor, States]:
+    """Compute a stack of layers as `fusedrnn.sequence.run` does, as one operator in the graph.
+
+    Args:
+        layers: Weights of the layers.
+        reverse: Whether time runs backwards.
+        x: Input [T, B, I].
+        states: Initial states, each [layers, B, width].
+        backend: As for `fusedrnn.LSTM`.
+        save: As for `fusedrnn.LSTM`.
+        chunk: As for `fusedrnn.LSTM`.
+
+    Returns:
+        The output [T, B, P] and the final states.
+    """
+    flat = [weight for weights in layers for weight in weights if weight is not None]
+    present = [weight is not None for weights in layers for weight in weights]
+    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *flat))
+    steps = 0 if isinstance(chunk, str) else chunk
+    y, h, c, *_ = torch.ops.fusedrnn.layers(x, list(states), flat, present, reverse, backend, save, steps, grad)
+    return y, (h, c)
+
+
+def _plan(
+    x: Tensor, flat: list[Tensor], present: list[bool], reverse: bool, backend: str, save: str, steps: int, grad: bool
+) -> Plan:
+    """Choose who runs the operator, as for an eager call, among the backends that write their own backward pass."""
+    tensors = iter(flat)
+    weights = [next(tensors) if there else None for there in present]
+    width = len(Weights._fields)
+    layers = tuple(Weights(*weights[k : k + width]) for k in range(0, len(weights), width))  # type: ignore[arg-type]
+    call = Call(
+        T=int(x.shape[0]),
+        B=int(x.shape[1]),
+        I=int(x.shape[2]),
+        H=int(layers[0].hidden_size),
+        P=int(layers[0].output_size),
+        layers=len(layers),
+        directions=1,
+        dtype=x.dtype,
+        device=x.device.type,
+        grad=grad,
+        recorded=False,
+    )
+    choice = choose(call, backend, save, steps or "auto")
+    layout = SequenceLayout(call.T, call.B)
+    task = Task(LSTM, layers, layout, reverse, choice.save, ResidentStack(x.device) if grad else None)
+    return Plan(task, choice.backend, choice.chunk)
+
+
+@torch.library.custom_op("fusedrnn::layers", mutates_args=())
+def _layers(
+    x: Tensor,
+    states: list[Tensor],
+    weights: list[Tensor],
+    present: list[bool],
+    reverse: bool,
+    backend: str,
+    save: str,
+    steps: int,
+    grad: bool,
+) -> list[Tensor]:
+    """Return the output [T, B, P], the final states, the states between chunks and the chunks' buffers."""
+    plan = _plan(x, weights, present, reverse, backend, save, steps, grad)
+    y, finals, borders, _ = forward_pass(plan, x, tuple(states))
+    buffers = plan.task.stack.take() if plan.task.stack else []
+    return [y.view(*x.shape[:2], -1), *finals, *(state for before in borders for state in before), *buffers]
+
+
+@_layers.register_fake
+def _layers_fake(
+    x: Tensor,
+    states: list[Tensor],
+    weights: list[Tensor],
+    present: list[bool],
+    reverse: bool,
+    backend: str,
+    save: str,
+    steps: int,
+    grad: bool,
+) -> list[Tensor]:
+    plan = _plan(x, weights, present, reverse, backend, save, steps, grad)
+    assert isinstance(plan.backend, ChunkedBackend)
+    task = plan.task
+    chunks = task.layout.chunks(plan.chunk, task.reverse, halve_tail=True)
+    out = [x.new_empty(*x.shape[:2], task.layers[-1].output_size)]
+    for _ in chunks if grad else chunks[:1]:
+        out += [torch.empty_like(state, memory_format=torch.contiguous_format) for state in states]
+    sizes = [plan.backend.slot_bytes(task, chunk.rows, x.dtype) for chunk in chunks] if grad else []
+    return out + [x.new_empty(size, dtype=torch.uint8) for size in sizes if size]
+
+
+@torch.library.custom_op("fusedrnn::layers_backward", mutates_args=())
+def _layers_backward(
+    grads: list[Tensor],
+    x: Tensor,
+    y: Tensor,
+    borders: list[Tensor],
+    buffers: list[Tensor],
+    weights: list[Tensor],
+    present: list[bool],
+    reverse: bool,
+    backend: str,
+    save: str,
+    steps: int,
+    needs_x: bool,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Return the gradients of the input (if it needs one), of the states, and of the weights that need one."""
+    plan = _plan(x, weights, present, reverse, backend, save, steps, grad=True)
+    stack = plan.task.stack
+    assert isinstance(stack, ResidentStack)
+    stack.give(buffers)
+    n = len(grads) - 1
+    before = [tuple(borders[k : k + n]) for k in range(0, len(borders), n)]
+    handles: list[Handle | None] = [*stack.handles()] or [None] * len(before)
+    dx = x.new_empty(plan.task.layout.rows, x.shape[2]) if needs_x else None
+    rows = y.view(plan.task.layout.rows, -1)
+    dstates, sums = backward_pass(
+        plan, x, rows, before, handles, grads[0], tuple(grads[1:]), dx, tuple(needs), keep=True
+    )
+    return [*([dx.view(x.shape)] if dx is not None else []), *dstates, *(total for total in sums if total is not None)]
+
+
+@_layers_backward.register_fake
+def _layers_backward_fake(
+    grads: list[Tensor],
+    x: Tensor,
+    y: Tensor,
+    borders: list[Tensor],
+    buffers: list[Tensor],
+    weights: list[Tensor],
+    present: list[bool],
+    reverse: bool,
+    backend: str,
+    save: str,
+    steps: int,
+    needs_x: bool,
+    needs: list[bool],
+) -> list[Tensor]:
+    states = borders[: len(grads) - 1]
+    wanted = [weight for weight, needed in zip(weights, needs, strict=True) if needed]
+    like = [*([x] if needs_x else []), *states, *wanted]
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, states, weights, *options, grad = inputs
+    n = len(states)
+    rest = output[1 + n :]
+    inner = sum(tensor.dtype != torch.uint8 for tensor in rest)
+    ctx.save_for_backward(x, output[0], *weights, *states, *rest)
+    ctx.options, ctx.counts, ctx.grad = options, (len(weights), n + inner, n), grad
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    x, y, *rest = ctx.saved_tensors
+    n_weights, n_borders, n = ctx.counts
+    weights, borders, buffers = rest[:n_weights], rest[n_weights:][:n_borders], rest[n_weights + n_borders :]
+    like = [y, *borders[:n]]
+    given = [torch.zeros_like(t) if grad is None else grad for grad, t in zip(grads[: n + 1], like, strict=True)]
+    needs_x, needs = ctx.needs_input_grad[0], [bool(needed) for needed in ctx.needs_input_grad[2]]
+    found = iter(
+        torch.ops.fusedrnn.layers_backward(given, x, y, borders, buffers, weights, *ctx.options, needs_x, needs)
+    )
+    dx = next(found) if needs_x else None
+    dstates = [next(found) for _ in range(n)]
+    return dx, dstates, [next(found) if needed else None for needed in needs], *[None] * 6
+
+
+_layers.register_autograd(_backward, setup_context=_setup_context)
