@@ -55,6 +55,7 @@ class Entry:
         "start",
         "state",
         "stream",
+        "timed",
         "written",
     )
 
@@ -66,8 +67,10 @@ class Entry:
         """Event after its spill; the host copy is good from there on."""
         self.h2d: Any = None
         """Event after its latest fetch, while the device copy comes from one."""
+        self.timed = slot.start is not None
+        """Whether its times are taken."""
         self.start: Any = None
-        """Timed event at which its reader began, where times are taken."""
+        """Timed event at which its reader began."""
         self.readers: list[Any] = []
         """Streams with reads after which no event has been recorded."""
         self.written = False

@@ -17,13 +17,15 @@ class Slot:
         owned: Whether it belongs to the ring; a tensor of somebody else is only looked after while it is an entry.
     """
 
-    __slots__ = ("buffer", "free", "home", "nbytes", "owned", "start")
+    __slots__ = ("buffer", "free", "home", "nbytes", "owned", "start", "writer")
 
     def __init__(self, buffer: Any, nbytes: int, home: Any, owned: bool = True):
         self.buffer, self.nbytes, self.home, self.owned = buffer, nbytes, home, owned
         self.free: tuple[Any, ...] = ()
         self.start: Any = None
         """Timed event at which its writer began, where times are taken."""
+        self.writer: Any = None
+        """Stream of the writer."""
 
 
 class Ring:
@@ -42,11 +44,8 @@ class Ring:
         self.held = 0
         self.free = 0
         self.peak = 0
-
-    @property
-    def bound(self) -> int:
+        self.bound = 0
         """Bytes that the ring keeps to while the device is full."""
-        return min(self._slots * self._largest, self._most)
 
     def take(self, nbytes: int, at_most: int | None = None) -> Slot | None:
         """Return a free slot of at least `nbytes` and at most `at_most` bytes, the smallest and longest free one."""
@@ -68,16 +67,20 @@ class Ring:
 
     def may_grow(self, nbytes: int) -> bool:
         """Return whether a slot of `nbytes` more keeps the ring within its bound."""
-        return self.held + nbytes <= min(self._slots * max(self._largest, nbytes), self._most)
+        bound = self.bound if nbytes <= self._largest else min(self._slots * nbytes, self._most)
+        return self.held + nbytes <= bound
 
     def refuse(self) -> None:
         """Keep to what is held, since the device has no room, until `reset`."""
         self._most = self.held
+        self.bound = min(self.bound, self.held)
 
     def reset(self) -> None:
         """Forget a refusal, and keep no more free slots than the bound allows."""
         self._most = sys.maxsize
-        self.shrink(self.bound)
+        self.bound = self._slots * self._largest
+        if self.held > self.bound:
+            self.shrink(self.bound)
 
     def grow(self, nbytes: int) -> Slot:
         """Return a new slot.
@@ -89,7 +92,9 @@ class Ring:
         slot = Slot(self._device.allocate(nbytes), nbytes, stream)
         # The allocator orders the memory's earlier uses before this stream, and before no other.
         slot.free = (self._device.record(stream),)
-        self._largest = max(self._largest, nbytes)
+        if nbytes > self._largest:
+            self._largest = nbytes
+            self.bound = min(self._slots * nbytes, self._most)
         self.held += nbytes
         self.peak = max(self.peak, self.held)
         return slot

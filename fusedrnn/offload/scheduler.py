@@ -59,7 +59,8 @@ class Scheduler(Transitions):
                 self.ring.give(slot, slot.free)
                 raise
             slot.free = ()
-            slot.start = self._timed(stream, self._sequence)
+            slot.writer = stream
+            slot.start = self.device.record(stream, True) if self.recorder.samples(self._sequence) else None
             return slot
 
     def push(self, slot: Slot, nbytes: int, announced: int = 0) -> Entry:
@@ -106,9 +107,9 @@ class Scheduler(Transitions):
                 self.counters.prefetch_hits += 1
             elif entry.state is State.SPILLING:
                 self.counters.forwarded += 1
-                self._note(entry, "forward", "still on the device")
+                self.recorder.decisions.append((entry.sequence, "forward", entry.nbytes, "still on the device"))
             assert entry.slot is not None
-            arrived = self._timed(stream, entry.sequence)
+            arrived = self.device.record(stream, True) if entry.timed else None
             if entry.h2d is not None:
                 self._wait("E6", stream, (entry.h2d,))
             elif stream != entry.stream:
@@ -118,14 +119,15 @@ class Scheduler(Transitions):
                 if entry.d2h is not None and entry.h2d is None:
                     self._wait("E7", stream, (entry.d2h,))
                 entry.written = True
-            entry.start = self._timed(stream, entry.sequence)
-            if arrived is not None and entry.h2d is not None:
+            if arrived is not None:
+                entry.start = self.device.record(stream, True)
                 self.recorder.add("stall", entry.sequence, entry.nbytes, arrived, entry.start)
             if stream not in entry.readers:
                 entry.readers.append(stream)
             if entry.state not in (State.READY, State.KEPT):
                 self._move(entry, State.READY)
-            self._prefetch(entry.older)
+            if not self._states[State.LOADING]:
+                self._prefetch(entry.older)
             return entry.slot.buffer[: entry.nbytes]
 
     def release(self, entry: Entry) -> None:
@@ -150,9 +152,9 @@ class Scheduler(Transitions):
         """End an entry whose handle is gone."""
         self._when_unlocked(lambda: self._abandon(entry))
 
-    def abandon_slot(self, slot: Slot, stream: Any) -> None:
-        """Take back a slot that was reserved, perhaps written on `stream`, and never pushed."""
-        self._when_unlocked(lambda: self._abandon_slot(slot, stream))
+    def abandon_slot(self, slot: Slot) -> None:
+        """Take back a slot that was reserved, perhaps written, and never pushed."""
+        self._when_unlocked(lambda: self._abandon_slot(slot))
 
     def announce(self, nbytes: int) -> None:
         """Expect `nbytes` more to be pushed; fewer, if negative."""
@@ -188,9 +190,9 @@ class Scheduler(Transitions):
             self.counters.dropped += 1
             self._end_cycle()
 
-    def _abandon_slot(self, slot: Slot, stream: Any) -> None:
+    def _abandon_slot(self, slot: Slot) -> None:
         back = self.ring.drop if self.device.holders(slot.buffer) > 0 else self.ring.give
-        back(slot, (self.device.record(stream),))
+        back(slot, (self.device.record(slot.writer),))
         self._end_cycle()
 
     def _expect(self, nbytes: int) -> None:
@@ -283,9 +285,9 @@ class Scheduler(Transitions):
 
     def _prefetch(self, entry: Entry | None) -> None:
         """Fetch what is expected to be read next: `entry`, then the older ones, into slots that are free."""
-        depth = policy.prefetch_depth(self.config.prefetch, self.recorder.speeds)
         if not self._states[State.HOST] or entry is None:
             return
+        depth = policy.prefetch_depth(self.config.prefetch, self.recorder.speeds)
         for candidate in self._expected(entry, depth):
             if depth is not None and len(self._states[State.LOADING]) >= depth:
                 return

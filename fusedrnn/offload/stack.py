@@ -22,7 +22,6 @@ class ReservedSlot:
         self._slot: Slot | None = None
         self._scheduler, self._nbytes = scheduler, nbytes
         self._slot = slot = scheduler.reserve(nbytes)
-        self._stream = scheduler.device.current_stream()
         self.buffer: Any = slot.buffer[:nbytes]
         """uint8 [nbytes]; the current stream may write it, until it is pushed."""
 
@@ -37,7 +36,7 @@ class ReservedSlot:
         if self._slot is not None:
             # The view would count as somebody else's.
             self.buffer = None
-            self._scheduler.abandon_slot(self._slot, self._stream)
+            self._scheduler.abandon_slot(self._slot)
 
 
 class OffloadHandle:

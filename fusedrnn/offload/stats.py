@@ -47,15 +47,6 @@ class Counters:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
-class Decision(NamedTuple):
-    """One thing the scheduler did with an entry, and why."""
-
-    sequence: int
-    action: str
-    nbytes: int
-    reason: str
-
-
 class Interval(NamedTuple):
     """Work of a stream between two timed events."""
 
@@ -79,7 +70,8 @@ class Recorder:
         self._pending: deque[Interval] = deque(maxlen=_SPANS)
         self._per_byte: dict[str, float] = {}
         self.spans: deque[Interval] = deque(maxlen=_SPANS)
-        self.decisions: deque[Decision] = deque(maxlen=_DECISIONS)
+        self.decisions: deque[tuple[int, str, int, str]] = deque(maxlen=_DECISIONS)
+        """(sequence, action, bytes, reason) of the latest."""
         self.stall_seconds = 0.0
         self.speeds = Speeds()
 

@@ -24,7 +24,7 @@ from fusedrnn.offload.device import Device, Span
 from fusedrnn.offload.entry import Entry, State
 from fusedrnn.offload.host import HostPool
 from fusedrnn.offload.ring import Ring, Slot
-from fusedrnn.offload.stats import Counters, Decision, Recorder
+from fusedrnn.offload.stats import Counters, Recorder
 
 
 class Transitions:
@@ -60,14 +60,14 @@ class Transitions:
         self._wait("E1", stream, (entry.ready,))
         self._wait("E2", stream, host.events)
         host.events = ()
-        start = self._timed(stream, entry.sequence)
+        start = self.device.record(stream, True) if entry.timed else None
         self.device.copy(stream, host.span, Span(entry.slot.buffer, 0, entry.nbytes))
-        entry.d2h, entry.h2d = self.device.record(stream, start is not None), None
+        entry.d2h, entry.h2d = self.device.record(stream, entry.timed), None
         if start is not None:
             self.recorder.add("spill", entry.sequence, entry.nbytes, start, entry.d2h)
         self.counters.spills += 1
         self.counters.spilled_bytes += entry.nbytes
-        self._note(entry, "spill", reason)
+        self.recorder.decisions.append((entry.sequence, "spill", entry.nbytes, reason))
         self._move(entry, State.SPILLING)
         return True
 
@@ -85,9 +85,9 @@ class Transitions:
         try:
             self._wait("E4", stream, (entry.d2h,))
             self._wait("E5", stream, slot.free)
-            start = self._timed(stream, entry.sequence)
+            start = self.device.record(stream, True) if entry.timed else None
             self.device.copy(stream, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
-            entry.h2d = self.device.record(stream, start is not None)
+            entry.h2d = self.device.record(stream, entry.timed)
         except BaseException:
             self.ring.give(slot, slot.free)
             raise
@@ -97,7 +97,7 @@ class Transitions:
             self.recorder.add("fetch", entry.sequence, entry.nbytes, start, entry.h2d)
         self.counters.loads += 1
         self.counters.loaded_bytes += entry.nbytes
-        self._note(entry, "fetch", reason)
+        self.recorder.decisions.append((entry.sequence, "fetch", entry.nbytes, reason))
         self._move(entry, State.LOADING)
 
     def _free(self, entry: Entry, aliased: bool = False, enough: bool = False) -> None:
@@ -125,7 +125,7 @@ class Transitions:
 
     def _last_uses(self, entry: Entry) -> tuple[Any, ...]:
         """Return the events after which nobody reads or writes the entry's device copy (E7)."""
-        uses = tuple(self.device.record(stream, entry.start is not None) for stream in entry.readers)
+        uses = tuple(self.device.record(stream, entry.timed) for stream in entry.readers)
         entry.readers = []
         if entry.h2d is not None:
             return uses or (entry.h2d,)
@@ -140,13 +140,6 @@ class Transitions:
         """Let `stream` wait: `edge` says why, in the words of the list above."""
         for event in events:
             self.device.wait(stream, event)
-
-    def _timed(self, stream: Any, sequence: int) -> Any:
-        """Return a timed event where the times of this entry are taken."""
-        return self.device.record(stream, True) if self.recorder.samples(sequence) else None
-
-    def _note(self, entry: Entry, action: str, reason: str) -> None:
-        self.recorder.decisions.append(Decision(entry.sequence, action, entry.nbytes, reason))
 
     def _move(self, entry: Entry, state: State) -> None:
         nbytes = entry.nbytes
