@@ -110,6 +110,18 @@ class Ring:
             self._device.wait(slot.home, event)
         slot.buffer, slot.free = None, ()
 
+    def lend(self, slot: Slot) -> None:
+        """Leave a slot to somebody who refers to it: it is not the ring's until `take_back`."""
+        self.held -= slot.nbytes if slot.owned else 0
+
+    def take_back(self, slot: Slot, events: tuple[Any, ...]) -> None:
+        """Take back a slot that was lent, to be written again after `events`, or drop it if there are enough."""
+        self.held += slot.nbytes if slot.owned else 0
+        if slot.owned and self.held <= self.bound:
+            self.give(slot, events)
+        else:
+            self.drop(slot, events)
+
     def shrink(self, target: int = 0) -> None:
         """Drop free slots, the largest first, until no more than `target` bytes are held."""
         for nbytes in sorted(self._free, reverse=True):

@@ -183,6 +183,8 @@ class Scheduler(Transitions):
             # Only removed when it is done, so that nothing is lost if a device operation fails.
             self._later[0]()
             self._later.popleft()
+        if self._lent:
+            self._collect()
 
     def _abandon(self, entry: Entry) -> None:
         if entry.state is not State.FREED:

@@ -46,6 +46,7 @@ class Transitions:
         self._bytes = dict.fromkeys(State, 0)
         self._newest: Entry | None = None
         self._live = 0
+        self._lent: list[tuple[Slot, list[Any], tuple[Any, ...]]] = []
 
     def _spill(self, entry: Entry, reason: str) -> bool:
         """RESIDENT -> SPILLING; return whether the host had room."""
@@ -112,16 +113,30 @@ class Transitions:
         if slot is not None:
             # A spill under way would have to be waited for before the allocator could have the memory.
             enough = enough and (entry.d2h is None or entry.h2d is not None)
+            readers = entry.readers
             events = self._last_uses(entry)
             if entry.start is not None:
                 self.recorder.add("consume", entry.sequence, entry.nbytes, entry.start, events[0])
-            if enough or (aliased and self.device.holders(slot.buffer) > 0):
+            aliased = aliased and self.device.holders(slot.buffer) > 0
+            if aliased and any(stream != slot.home for stream in readers):
+                # Read on a stream to which its memory does not belong: it must not simply be freed when they let go.
+                self.ring.lend(slot)
+                self._lent.append((slot, readers, events))
+            elif aliased or enough:
                 self.ring.drop(slot, events)
             else:
                 self.ring.give(slot, events)
         if host is not None:
             self.host.give(host, self._host_uses(entry))
         self._unlink(entry)
+
+    def _collect(self) -> None:
+        """Take back what was lent to somebody who has let go of it by now."""
+        for lent in list(self._lent):
+            slot, readers, events = lent
+            if self.device.holders(slot.buffer) == 0:
+                self.ring.take_back(slot, (*events, *(self.device.record(stream) for stream in readers)))
+                self._lent.remove(lent)
 
     def _last_uses(self, entry: Entry) -> tuple[Any, ...]:
         """Return the events after which nobody reads or writes the entry's device copy (E7)."""

@@ -1,0 +1,194 @@
+"""Random programs against the scheduler on the simulated device: every one must be free of races and of wrong values.
+
+A program pushes buffers of several sizes on one or two stacks and streams, under a ring, a host pool and an occupancy
+that are drawn too, and then reads them in one of the ways in which a backward pass can go, or not at all.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusedrnn.offload.config import OffloadConfig
+from fusedrnn.offload.scheduler import Scheduler
+from fusedrnn.offload.simulated import SimulatedDevice
+from fusedrnn.offload.stack import ActivationStack, OffloadHandle
+from fusedrnn.offload.stats import Counters
+
+_SIZES = (4096, 4096, 4096, 4096, 3000, 8192, 2048)
+
+
+@dataclass
+class Outcome:
+    """What a program showed.
+
+    Args:
+        races: Accesses that no edge orders, in words.
+        wrong: Values read that are not those pushed.
+        host_waits: How often the host waited in the steady state.
+        leaks: What was still held at the end.
+        peak: Most bytes of device memory at any moment.
+        operations: Operations that were put on streams.
+        counters: What the scheduler counted.
+    """
+
+    races: list[str]
+    wrong: list[str]
+    host_waits: int
+    leaks: list[str]
+    peak: int
+    operations: int
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def faults(self) -> list[str]:
+        """Everything that must not be."""
+        waits = [f"the host waited {self.host_waits} times"] if self.host_waits else []
+        return self.races + self.wrong + self.leaks + waits
+
+
+def run_program(
+    seed: int,
+    scheduler: Callable[[Any, OffloadConfig], Scheduler] = Scheduler,
+    interleaving: int | None = None,
+) -> Outcome:
+    """Run one random program.
+
+    Args:
+        seed: Draws the program.
+        scheduler: What is put to the proof.
+        interleaving: Draws the order in which the device runs the streams, `seed` if None.
+
+    Raises:
+        AssertionError: If bytes are lost or counted twice, or streams wait for each other for ever.
+    """
+    draw = random.Random(seed)
+    device = SimulatedDevice(seed if interleaving is None else interleaving)
+    program = _Program(draw, device, scheduler(device, _config(draw)))
+    for _ in range(draw.randint(1, 3)):
+        program.step()
+    return program.outcome()
+
+
+def _config(draw: random.Random) -> OffloadConfig:
+    kind = draw.choice(("full", "full", "full", "varying", "empty"))
+    varying = random.Random(draw.random())
+    occupancy = {"full": lambda: 1.0, "empty": lambda: 0.0, "varying": lambda: varying.choice((0.5, 0.65, 0.9))}[kind]
+    return OffloadConfig(
+        ring_slots=draw.randint(2, 6),
+        prefetch=draw.randint(0, 4),
+        # Tight pools are where a host slot is used again while a copy still reads it.
+        host_limit=draw.choice((1 << 30, 4096 * draw.randint(0, 6), 4096 * draw.randint(1, 3), 8192)),
+        occupancy=occupancy,
+    )
+
+
+class _Program:
+    def __init__(self, draw: random.Random, device: SimulatedDevice, scheduler: Scheduler):
+        self._draw, self._device, self._scheduler = draw, device, scheduler
+        self._streams = [device.current, device.new_stream("other")]
+        self._switches = draw.random() < 0.4
+        self._value = 0
+
+    def step(self) -> None:
+        """Run a forward pass, and what follows it."""
+        draw, scheduler = self._draw, self._scheduler
+        size = draw.choice(_SIZES)
+        stacks = [self._stack(size) for _ in range(draw.choice((1, 1, 2)))]
+        pushed: list[tuple[int, OffloadHandle]] = []
+        for _ in range(draw.randint(1, 14)):
+            self._may_switch()
+            pushed.append(self._push(draw.choice(stacks), size if draw.random() < 0.8 else draw.choice(_SIZES)))
+        scheduler.audit()
+        if draw.random() < 0.4:
+            scheduler.flush()
+            scheduler.audit()
+        mode = draw.choice((self._backward, self._backward, self._twice, self._partly, self._shuffled, self._not))
+        mode(pushed)
+        pushed.clear()
+        scheduler.audit()
+
+    def outcome(self) -> Outcome:
+        """Finish, and say what was seen."""
+        scheduler, device = self._scheduler, self._device
+        host_waits = device.host_waits
+        leaks = [f"entry {entry.sequence} is {entry.state}" for entry in scheduler.entries()]
+        if scheduler.ring.held != scheduler.ring.free:
+            leaks.append(f"{scheduler.ring.held - scheduler.ring.free} bytes of the ring are in use")
+        if scheduler.host.used:
+            leaks.append(f"{scheduler.host.used} bytes of the host are in use")
+        scheduler.flush()
+        device.drain()
+        scheduler.trim_host()
+        leaks += [f"{left} bytes are left" for left in (device.in_use, device.host_in_use) if left]
+        return Outcome(
+            device.races, device.wrong, host_waits, leaks, device.peak, device.operations, scheduler.counters
+        )
+
+    def _stack(self, size: int) -> ActivationStack:
+        return ActivationStack(self._scheduler, self._draw.choice((0, 0, 5 * size, 20 * size)))
+
+    def _push(self, stack: ActivationStack, nbytes: int) -> tuple[int, OffloadHandle]:
+        self._value += 1
+        slot = stack.reserve(nbytes)
+        self._device.write(slot.buffer, self._value)
+        if self._draw.random() < 0.05:
+            # As if the forward pass had been interrupted here.
+            del slot
+            slot = stack.reserve(nbytes)
+            self._device.write(slot.buffer, self._value)
+        handle = stack.push(slot)
+        self._device.progress(self._draw.randrange(4))
+        return self._value, handle
+
+    def _read(self, value: int, handle: OffloadHandle, last: bool) -> None:
+        self._may_switch()
+        writable = last and self._draw.random() < 0.5
+        buffer = handle.get(writable)
+        self._device.read(buffer, value)
+        if writable:
+            self._device.write(buffer, -value)
+        if last and self._draw.random() < 0.9:
+            handle.release()
+        self._device.progress(self._draw.randrange(4))
+
+    def _may_switch(self) -> None:
+        # As a user does it who changes streams between passes, and in their midst.
+        if self._switches and self._draw.random() < 0.2:
+            self._device.join(self._draw.choice(self._streams))
+
+    def _backward(self, pushed: list[tuple[int, OffloadHandle]]) -> None:
+        while pushed:
+            self._read(*pushed.pop(), last=True)
+            self._scheduler.audit()
+
+    def _twice(self, pushed: list[tuple[int, OffloadHandle]]) -> None:
+        for value, handle in reversed(pushed):
+            self._read(value, handle, last=False)
+        self._scheduler.audit()
+        self._backward(pushed)
+
+    def _partly(self, pushed: list[tuple[int, OffloadHandle]]) -> None:
+        stop = self._draw.randrange(len(pushed))
+        alias = None
+        while len(pushed) > stop:
+            value, handle = pushed.pop()
+            if self._draw.random() < 0.2:
+                # Somebody keeps a view of the buffer beyond the life of its handle.
+                alias = (value, handle.get(), self._device.current)
+                del handle
+            else:
+                self._read(value, handle, last=True)
+        if self._draw.random() < 0.5:
+            pushed.clear()
+        if alias is not None:
+            value, buffer, stream = alias
+            self._device.join(stream)
+            self._device.read(buffer, value)
+
+    def _shuffled(self, pushed: list[tuple[int, OffloadHandle]]) -> None:
+        self._draw.shuffle(pushed)
+        self._backward(pushed)
+
+    def _not(self, pushed: list[tuple[int, OffloadHandle]]) -> None:
+        pushed.clear()
