@@ -11,7 +11,7 @@ from typing import Any
 
 from fusedrnn.offload.config import OffloadConfig
 from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.simulated import SimulatedDevice
+from fusedrnn.offload.simulated import SimulatedDevice, View
 from fusedrnn.offload.stack import ActivationStack, OffloadHandle
 from fusedrnn.offload.stats import Counters
 
@@ -89,6 +89,7 @@ class _Program:
         self._streams = [device.current, device.new_stream("other")]
         self._switches = draw.random() < 0.4
         self._value = 0
+        self._unreleased: list[OffloadHandle] = []
 
     def step(self) -> None:
         """Run a forward pass, and what follows it."""
@@ -106,6 +107,7 @@ class _Program:
         mode = draw.choice((self._backward, self._backward, self._twice, self._partly, self._shuffled, self._not))
         mode(pushed)
         pushed.clear()
+        self._unreleased.clear()
         scheduler.audit()
 
     def outcome(self) -> Outcome:
@@ -148,9 +150,20 @@ class _Program:
         self._device.read(buffer, value)
         if writable:
             self._device.write(buffer, -value)
+        del buffer
         if last and self._draw.random() < 0.9:
             handle.release()
+        elif last and self._draw.random() < 0.5:
+            self._unreleased.append(handle)
         self._device.progress(self._draw.randrange(4))
+
+    def _read_aside(self, value: int, handle: OffloadHandle) -> None:
+        """Read on a stream for which the present one does not wait afterwards."""
+        device, before = self._device, self._device.current
+        aside = self._streams[before is self._streams[0]]
+        device.join(aside)
+        device.read(handle.get(), value)
+        device.current = before
 
     def _may_switch(self) -> None:
         # As a user does it who changes streams between passes, and in their midst.
@@ -163,8 +176,19 @@ class _Program:
             self._scheduler.audit()
 
     def _twice(self, pushed: list[tuple[int, OffloadHandle]]) -> None:
+        view = None
+        views: list[tuple[int, View]] = []
         for value, handle in reversed(pushed):
             self._read(value, handle, last=False)
+            if self._draw.random() < 0.2:
+                self._read_aside(value, handle)
+            if not self._switches and self._draw.random() < 0.3:
+                # A view is good for as long as it is kept, whatever else is read meanwhile.
+                views.append((value, handle.get()))
+            if views and self._draw.random() < 0.3:
+                old, view = views.pop()
+                self._device.read(view, old)
+        del view
         self._scheduler.audit()
         self._backward(pushed)
 

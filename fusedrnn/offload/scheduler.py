@@ -115,10 +115,7 @@ class Scheduler(Transitions):
             elif stream != entry.stream:
                 self._wait("E6", stream, (entry.ready,))
             if writable:
-                # Forwarded, and still being read by its spill.
-                if entry.d2h is not None and entry.h2d is None:
-                    self._wait("E7", stream, (entry.d2h,))
-                entry.written = True
+                self._before_write(entry, stream)
             if arrived is not None:
                 entry.start = self.device.record(stream, True)
                 self.recorder.add("stall", entry.sequence, entry.nbytes, arrived, entry.start)
@@ -129,6 +126,16 @@ class Scheduler(Transitions):
             if not self._states[State.LOADING]:
                 self._prefetch(entry.older)
             return entry.slot.buffer[: entry.nbytes]
+
+    def _before_write(self, entry: Entry, stream: Any) -> None:
+        """Let `stream` wait for all that still reads the entry's device copy."""
+        # Forwarded, and still being read by its spill.
+        if entry.d2h is not None and entry.h2d is None:
+            self._wait("E7", stream, (entry.d2h,))
+        for reader in entry.readers:
+            if reader != stream:
+                self._wait("E7", stream, (self.device.record(reader),))
+        entry.written = True
 
     def release(self, entry: Entry) -> None:
         """End an entry whose last read has been put on the current stream; do nothing if it has ended."""

@@ -1,0 +1,247 @@
+"""The scheduler under random programs, and the proof that the proof would notice: mutants that lack one rule each."""
+
+import pytest
+
+from fusedrnn.offload.entry import State
+from fusedrnn.offload.proof import run_program
+from fusedrnn.offload.scheduler import Scheduler
+from fusedrnn.offload.stats import Counters
+
+SEEDS = 6000
+"""Programs in each half of the proof; 100,000 run by `python -m fusedrnn.bench offload --prove 100000`."""
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_no_race_no_wrong_value_no_host_wait_no_leak(half):
+    total = Counters()
+    for seed in range(half * SEEDS, (half + 1) * SEEDS):
+        outcome = run_program(seed)
+        assert outcome.faults == [], f"seed {seed}"
+        for name, value in vars(outcome.counters).items():
+            if isinstance(value, int):
+                setattr(total, name, getattr(total, name) + value)
+    # The programs go where the faults would be.
+    for name in ("spills", "forwarded", "prefetch_hits", "demand_loads", "unprefetched", "dropped", "host_full"):
+        assert getattr(total, name) > 100, name
+
+
+def test_what_happens_does_not_depend_on_the_interleaving():
+    for seed in range(300):
+        first, second = (run_program(seed, interleaving=other) for other in (1, 2))
+        assert (first.peak, first.operations) == (second.peak, second.operations), f"seed {seed}"
+        assert first.counters == second.counters
+
+
+def without_edge(edge):
+    class Mutant(Scheduler):
+        def _wait(self, name, stream, events):
+            if name != edge:
+                super()._wait(name, stream, events)
+
+    return Mutant
+
+
+class NoLastUse(Scheduler):
+    """E7 without the readers."""
+
+    def _last_uses(self, entry):
+        entry.readers = []
+        return super()._last_uses(entry)
+
+
+class NoSpillInLastUse(Scheduler):
+    """E7 without the spill that still reads the slot."""
+
+    def _last_uses(self, entry):
+        d2h, entry.d2h = entry.d2h, None
+        try:
+            return super()._last_uses(entry)
+        finally:
+            entry.d2h = d2h
+
+
+class OnlyLastReader(Scheduler):
+    """E7 with one of several streams that read."""
+
+    def _last_uses(self, entry):
+        entry.readers = entry.readers[-1:]
+        return super()._last_uses(entry)
+
+
+class NoHostUse(Scheduler):
+    """Without E8."""
+
+    def _host_uses(self, entry):
+        return ()
+
+
+class HostFreeAtSpill(Scheduler):
+    """E8 without the fetch that reads the host slot."""
+
+    def _host_uses(self, entry):
+        return (entry.d2h,) if entry.d2h is not None else ()
+
+
+class MergeForgets(Scheduler):
+    """E8 lost where neighbouring free ranges of the host are joined."""
+
+    def __init__(self, device, config):
+        super().__init__(device, config)
+        put = self.host._put
+
+        def forgetful(free):
+            return put(free._replace(events=free.events[:1]))
+
+        self.host._put = forgetful
+
+
+class FreshSlotUnordered(Scheduler):
+    """A fetch into memory that the allocator has only ordered before the compute stream."""
+
+    def _grow(self, nbytes):
+        slot = super()._grow(nbytes)
+        if slot is not None:
+            slot.free = ()
+        return slot
+
+
+class CachedStream(Scheduler):
+    """The compute stream of the first call, for ever."""
+
+    def __init__(self, device, config):
+        super().__init__(device, config)
+        first = device.current
+        device.current_stream = lambda: first
+
+
+class InsideSideStream(Scheduler):
+    """The producer's event taken from the side stream, as `current_stream()` inside of it would."""
+
+    def _spill(self, entry, reason):
+        ready, entry.ready = entry.ready, self.device.record(self._spill_stream)
+        try:
+            return super()._spill(entry, reason)
+        finally:
+            entry.ready = ready
+
+
+class NoFinalizer(Scheduler):
+    """Handles that are dropped give nothing back."""
+
+    def abandon(self, entry):
+        pass
+
+
+class NoSlotFinalizer(Scheduler):
+    """Slots that are never pushed give nothing back."""
+
+    def abandon_slot(self, slot):
+        pass
+
+
+class SlotFreeAtOnce(Scheduler):
+    """A slot that was reserved, written and never pushed is free without its writer's event."""
+
+    def _abandon_slot(self, slot):
+        self.ring.give(slot, ())
+
+
+class IgnoresAliases(Scheduler):
+    """A dropped handle's slot is used again though a view of it is alive."""
+
+    def _free(self, entry, aliased=False, enough=False):
+        super()._free(entry, False, enough)
+
+
+class ReclaimsWhatIsRead(Scheduler):
+    """A slot that was read may be taken though its reader still refers to it."""
+
+    def _is_idle(self, entry):
+        return not entry.written and entry.slot is not None
+
+
+class ReclaimsWhatWasOverwritten(Scheduler):
+    """A buffer that its reader has overwritten may go to the host."""
+
+    def _is_idle(self, entry):
+        return entry.slot is not None
+
+
+class NeverLends(Scheduler):
+    """Memory read on a stream that is not its own is freed as soon as its reader lets go."""
+
+    def _free(self, entry, aliased=False, enough=False):
+        if aliased and entry.slot is not None and self.device.holders(entry.slot.buffer):
+            entry.readers = [entry.slot.home] * bool(entry.readers)
+        super()._free(entry, aliased, enough)
+
+
+class DropsWithoutWaiting(Scheduler):
+    """Memory goes back to the allocator before its last users are done."""
+
+    def __init__(self, device, config):
+        super().__init__(device, config)
+        drop = self.ring.drop
+        self.ring.drop = lambda slot, events: drop(slot, ())
+
+
+class ReleasesTwice(Scheduler):
+    """A second release frees what is no longer its own."""
+
+    def _abandon(self, entry):
+        if entry.state is State.FREED:
+            self.ring.held -= entry.nbytes
+        super()._abandon(entry)
+
+    def release(self, entry):
+        super().release(entry)
+        self._abandon(entry)
+
+
+class WaitsOnTheHost(Scheduler):
+    """Correct, but the host waits for a copy."""
+
+    def _retire(self, entry):
+        if entry.d2h is not None:
+            self.device.synchronize(entry.d2h)
+        super()._retire(entry)
+
+
+MUTANTS = [
+    *(pytest.param(without_edge(f"E{number}"), id=f"E{number}") for number in range(1, 8)),
+    *(
+        pytest.param(mutant, id=mutant.__name__)
+        for mutant in (
+            NoLastUse,
+            NoSpillInLastUse,
+            OnlyLastReader,
+            NoHostUse,
+            HostFreeAtSpill,
+            MergeForgets,
+            FreshSlotUnordered,
+            CachedStream,
+            InsideSideStream,
+            NoFinalizer,
+            NoSlotFinalizer,
+            SlotFreeAtOnce,
+            IgnoresAliases,
+            ReclaimsWhatIsRead,
+            ReclaimsWhatWasOverwritten,
+            NeverLends,
+            DropsWithoutWaiting,
+            ReleasesTwice,
+            WaitsOnTheHost,
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_is_caught(mutant):
+    for seed in range(SEEDS):
+        try:
+            if run_program(seed, mutant).faults:
+                return
+        except AssertionError:
+            return
+    pytest.fail(f"{mutant.__doc__ or 'a missing edge'} was not noticed in {SEEDS} programs")
