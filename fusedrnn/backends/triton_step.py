@@ -107,7 +107,18 @@ class TritonStep(StepBackend):
 
     def recompute(self, buffers: LayerBuffers, c0: Tensor, steps: Steps, cells_known: bool) -> None:
         """See `FusedBackend.recompute`."""
-        raise NotImplementedError
+        from fusedrnn.kernels.lstm_recompute import lstm_activate, lstm_recompute
+
+        assert buffers.c is not None
+        if cells_known:
+            lstm_activate(buffers.gates)
+        elif steps.row_step is not None:
+            lstm_recompute(buffers.gates, c0, buffers.c, len(steps), steps.offsets[0], steps.row_step)
+        else:
+            device = buffers.gates.device
+            offsets = torch.tensor(steps.offsets, dtype=torch.int64, device=device)
+            batches = torch.tensor(steps.batches, dtype=torch.int32, device=device)
+            lstm_recompute(buffers.gates, c0, buffers.c, len(steps), offsets=offsets, batches=batches)
 
     def begin_backward(self, buffers: LayerBuffers, c0: Tensor, steps: Steps, work: Workspace) -> None:
         """See `StepBackend.begin_backward`: there is nothing to prepare."""
