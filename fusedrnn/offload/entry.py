@@ -42,6 +42,7 @@ class Entry:
     """
 
     __slots__ = (
+        "changed",
         "d2h",
         "h2d",
         "host",
@@ -73,10 +74,16 @@ class Entry:
         """Timed event at which its reader began."""
         self.readers: list[Any] = []
         """Streams with reads after which no event has been recorded."""
+        self.changed = False
+        """Whether an adopted tensor was changed in place while it was on the device."""
         self.written = False
         """Whether a reader may have overwritten it, so that it is of no further use."""
         self.older: Entry | None = None
         self.newer: Entry | None = None
+
+    def is_changed(self) -> bool:
+        """Return whether the content is not what was saved, since the user changed it in place."""
+        return self.changed or (self.slot is not None and self.slot.changed())
 
     def end(self) -> None:
         """Forget everything but that it is FREED."""

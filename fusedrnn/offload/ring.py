@@ -4,6 +4,8 @@ import sys
 from collections import deque
 from typing import Any
 
+from torch import Tensor
+
 from fusedrnn.offload.device import Device
 
 
@@ -14,18 +16,23 @@ class Slot:
         buffer: The memory.
         nbytes: Its size.
         home: Stream on which it was allocated, to which its memory returns.
-        owned: Whether it belongs to the ring; a tensor of somebody else is only looked after while it is an entry.
+        source: The tensor whose memory it is, where it is not the ring's but adopted. The slot is gone with its entry.
     """
 
-    __slots__ = ("buffer", "free", "home", "nbytes", "owned", "start", "writer")
+    __slots__ = ("buffer", "free", "home", "nbytes", "source", "start", "version", "writer")
 
-    def __init__(self, buffer: Any, nbytes: int, home: Any, owned: bool = True):
-        self.buffer, self.nbytes, self.home, self.owned = buffer, nbytes, home, owned
+    def __init__(self, buffer: Any, nbytes: int, home: Any, source: Tensor | None = None):
+        self.buffer, self.nbytes, self.home, self.source = buffer, nbytes, home, source
+        self.version = 0 if source is None else source._version
         self.free: tuple[Any, ...] = ()
         self.start: Any = None
         """Timed event at which its writer began, where times are taken."""
         self.writer: Any = None
         """Stream of the writer."""
+
+    def changed(self) -> bool:
+        """Return whether an adopted tensor was changed in place since."""
+        return self.source is not None and self.source._version != self.version
 
 
 class Ring:
@@ -61,6 +68,9 @@ class Ring:
 
     def give(self, slot: Slot, events: tuple[Any, ...]) -> None:
         """Take a slot back, to be written again after `events` (edge E7)."""
+        if slot.source is not None:
+            self.drop(slot, events)
+            return
         slot.free, slot.start = events, None
         self._free.setdefault(slot.nbytes, deque()).append(slot)
         self.free += slot.nbytes
@@ -104,20 +114,20 @@ class Ring:
 
         It is freed when nobody refers to it any more.
         """
-        if slot.owned:
+        if slot.source is None:
             self.held -= slot.nbytes
         for event in events:
             self._device.wait(slot.home, event)
-        slot.buffer, slot.free = None, ()
+        slot.buffer, slot.source, slot.free = None, None, ()
 
     def lend(self, slot: Slot) -> None:
         """Leave a slot to somebody who refers to it: it is not the ring's until `take_back`."""
-        self.held -= slot.nbytes if slot.owned else 0
+        self.held -= slot.nbytes if slot.source is None else 0
 
     def take_back(self, slot: Slot, events: tuple[Any, ...]) -> None:
         """Take back a slot that was lent, to be written again after `events`, or drop it if there are enough."""
-        self.held += slot.nbytes if slot.owned else 0
-        if slot.owned and self.held <= self.bound:
+        self.held += slot.nbytes if slot.source is None else 0
+        if self.held <= self.bound:
             self.give(slot, events)
         else:
             self.drop(slot, events)

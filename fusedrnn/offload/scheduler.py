@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fusedrnn.offload import policy
 from fusedrnn.offload.config import OffloadConfig, OffloadHostFull
@@ -15,6 +16,9 @@ from fusedrnn.offload.entry import Entry, State
 from fusedrnn.offload.policy import Pressure
 from fusedrnn.offload.ring import Slot
 from fusedrnn.offload.transitions import Transitions, from_newest
+
+_LOOKED_AT = 16
+"""Tensors looked at in search of one to spill."""
 
 
 class Scheduler(Transitions):
@@ -37,6 +41,7 @@ class Scheduler(Transitions):
         self._credit = 0.0
         self._room: int | None = None
         self._announced = self._most = self._most_before = 0
+        self._told = False
 
     # What a stack calls.
 
@@ -63,35 +68,65 @@ class Scheduler(Transitions):
             slot.start = self.device.record(stream, True) if self.recorder.samples(self._sequence) else None
             return slot
 
-    def push(self, slot: Slot, nbytes: int, announced: int = 0) -> Entry:
-        """Take a slot whose content is final on the current stream, and spill the oldest entries if need be.
+    def push(self, slot: Slot, nbytes: int, announced: int = 0, stream: Any = None) -> Entry:
+        """Take a slot whose content is final, and spill the oldest entries if need be.
 
         Args:
             slot: What `reserve` returned.
             nbytes: Bytes of it that matter.
             announced: Bytes by which this push makes good on what was announced.
+            stream: On which stream the content is final, the current one if None.
         """
         with self._lock:
             self._enter()
-            stream = self.device.current_stream()
-            ready = self.device.record(stream, slot.start is not None)
-            eligible = policy.eligible(nbytes, self.config.min_bytes)
-            state = State.RESIDENT if eligible else State.KEPT
-            entry = Entry(nbytes, slot, stream, ready, self._sequence, state)
-            if slot.start is not None:
-                self.recorder.add("compute", entry.sequence, nbytes, slot.start, ready)
-            self._sequence += 1
+            entry = self._push(slot, nbytes, stream or self.device.current_stream())
             self._announced -= announced
-            self._link(entry)
-            self._most = max(self._most, self._live)
-            self.counters.pushes += 1
-            if eligible:
-                self.counters.eligible += 1
+            if entry.state is State.RESIDENT:
                 self._make_room(nbytes)
-            else:
-                self.counters.skip("small")
             self.recorder.settle()
             return entry
+
+    def adopt(self, source: Tensor, buffer: Tensor) -> Entry:
+        """Push a tensor that somebody else made, without copying it; spill the oldest such tensors if need be.
+
+        Args:
+            source: The tensor, safe to be read on the current stream.
+            buffer: All its storage, uint8 [nbytes], sharing nothing else with it.
+        """
+        with self._lock:
+            self._enter()
+            stream, nbytes = self.device.current_stream(), buffer.numel()
+            if policy.eligible(nbytes, self.config.min_bytes):
+                self._sample()
+            entry = self._push(Slot(buffer, nbytes, stream, source), nbytes, stream)
+            self._adopted += nbytes
+            if entry.state is State.RESIDENT:
+                self._make_room_adopted(nbytes)
+            self.recorder.settle()
+            return entry
+
+    def is_pressed(self) -> bool:
+        """Ask how full the device is; return whether buffers should go to the host."""
+        with self._lock:
+            self._enter()
+            self._sample()
+            return self._level is not Pressure.NONE
+
+    def _push(self, slot: Slot, nbytes: int, stream: Any) -> Entry:
+        ready = self.device.record(stream, slot.start is not None)
+        state = State.RESIDENT if policy.eligible(nbytes, self.config.min_bytes) else State.KEPT
+        entry = Entry(nbytes, slot, stream, ready, self._sequence, state)
+        if slot.start is not None:
+            self.recorder.add("compute", entry.sequence, nbytes, slot.start, ready)
+        self._sequence += 1
+        self._link(entry)
+        self._most = max(self._most, self._live)
+        self.counters.pushes += 1
+        if state is State.RESIDENT:
+            self.counters.eligible += 1
+        else:
+            self.counters.skip("small")
+        return entry
 
     def get(self, entry: Entry, writable: bool = False) -> Any:
         """Return the entry's buffer, safe to be read on the current stream, and to be overwritten if `writable`."""
@@ -206,6 +241,7 @@ class Scheduler(Transitions):
 
     def _expect(self, nbytes: int) -> None:
         self._announced += nbytes
+        self._told = True
 
     # What a user calls.
 
@@ -266,7 +302,7 @@ class Scheduler(Transitions):
             self._retire(next(iter(self._states[State.SPILLING])))
             ring.shrink(ring.held - nbytes)
         missing = None
-        if self._room is not None and (self._announced or self._most_before):
+        if self._room is not None and (self._told or self._most_before):
             missing = max(self._live + self._announced, self._most_before) - self._room
         if self._level is Pressure.PACED and (missing is None or missing > held[State.SPILLING] + held[State.HOST]):
             self._credit = min(2.0, self._credit + policy.hidden_fraction(self.recorder.speeds))
@@ -282,10 +318,29 @@ class Scheduler(Transitions):
             if not self._spill_oldest("full" if full else "will be full"):
                 return
 
+    def _make_room_adopted(self, nbytes: int) -> None:
+        """Spill the oldest behind a push of `nbytes`, so that the tensors on the device fit a ring of chunks."""
+        held, unit = self._bytes, max(nbytes, self.config.chunk_bytes)
+        if self._level is Pressure.NONE:
+            return
+        room = (self.config.ring_slots - 2) * unit
+        while self._adopted - held[State.SPILLING] > room and self._spill_oldest("full"):
+            pass
+        # Their memory returns to the allocator late, so that the wait for the copy is short or none.
+        for entry in list(islice(self._states[State.SPILLING], _LOOKED_AT)):
+            if held[State.SPILLING] - entry.nbytes < unit:
+                return
+            self._retire(entry)
+
     def _spill_oldest(self, reason: str) -> bool:
         """Spill the oldest entry that may be; return whether there was one, and room for it."""
-        for entry in self._states[State.RESIDENT]:
-            return self._spill(entry, reason)
+        for entry in list(islice(self._states[State.RESIDENT], _LOOKED_AT)):
+            assert entry.slot is not None
+            if entry.slot.source is None or self.device.holders(entry.slot.buffer) == 1:
+                return self._spill(entry, reason)
+            # A copy would free nothing while somebody else refers to it: perhaps later.
+            self.counters.pinned_by_alias += 1
+            self._states[State.RESIDENT].move_to_end(entry)
         # A kept graph leaves entries behind that were read and will be read again.
         for entry in self._states[State.READY]:
             if entry.host is None and self._is_idle(entry):
@@ -404,4 +459,5 @@ class Scheduler(Transitions):
         if self._newest is None:
             if self._most:
                 self._most_before, self._most = self._most, 0
+            self._told = self._announced > 0
             self.ring.reset()

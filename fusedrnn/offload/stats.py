@@ -38,6 +38,11 @@ class Counters:
     ring_grown: int = 0
     host_full: int = 0
     device_failures: int = 0
+    pinned_by_alias: int = 0
+    shared: int = 0
+    gathered: int = 0
+    copies_gathered: int = 0
+    changed_in_place: int = 0
     occupancy_asked: int = 0
     occupancy_peak: float = 0.0
     stall_seconds: float = 0.0

@@ -46,6 +46,7 @@ class Transitions:
         self._bytes = dict.fromkeys(State, 0)
         self._newest: Entry | None = None
         self._live = 0
+        self._adopted = 0
         self._lent: list[tuple[Slot, list[Any], tuple[Any, ...]]] = []
 
     def _spill(self, entry: Entry, reason: str) -> bool:
@@ -75,6 +76,9 @@ class Transitions:
     def _retire(self, entry: Entry) -> None:
         """SPILLING, LOADING or READY -> HOST: only the copy on the host remains."""
         assert entry.slot is not None and entry.host is not None
+        # Changed in the midst of the copy, perhaps; later changes do no harm.
+        entry.changed = entry.is_changed()
+        self._adopted -= entry.slot.nbytes if entry.slot.source is not None else 0
         self.ring.give(entry.slot, self._last_uses(entry))
         entry.slot = None
         self._move(entry, State.HOST)
@@ -113,6 +117,7 @@ class Transitions:
         if slot is not None:
             # A spill under way would have to be waited for before the allocator could have the memory.
             enough = enough and (entry.d2h is None or entry.h2d is not None)
+            self._adopted -= slot.nbytes if slot.source is not None else 0
             readers = entry.readers
             events = self._last_uses(entry)
             if entry.start is not None:
@@ -191,7 +196,7 @@ class Transitions:
         assert self._live == sum(entry.nbytes for entry in entries) == sum(self._bytes.values())
         for entry in entries:
             assert entry in self._states[entry.state] and (entry.slot is None) == (entry.state is State.HOST)
-        used = sum(entry.slot.nbytes for entry in entries if entry.slot is not None and entry.slot.owned)
+        used = sum(entry.slot.nbytes for entry in entries if entry.slot is not None and entry.slot.source is None)
         assert used + self.ring.free == self.ring.held, (used, self.ring.free, self.ring.held)
         self.host.audit([entry.host for entry in entries if entry.host is not None])
 
