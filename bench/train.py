@@ -1,0 +1,311 @@
+"""Train a character model on one long English text that every Python carries: `pydoc_data.topics`.
+
+Each step is one backward pass over whole sequences of `--length` characters. The loss falls, or something is wrong.
+Under `torchrun` the batch is divided over the processes, and gradients are averaged.
+"""
+
+import argparse
+import math
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedrnn
+from fusedrnn.bench._measure import OURS, TORCH, Job, check_numerics, peak_bytes, synchronize
+from fusedrnn.bench._report import console, mib, row, table
+
+EMBEDDING = 32
+
+
+@dataclass(frozen=True)
+class Config:
+    """A training run.
+
+    Args:
+        kernel: `TORCH` or `OURS`.
+        length: Characters per sequence.
+        steps: Optimizer steps.
+        batch: Sequences per step.
+        hidden: Hidden units.
+        layers: Layers.
+        lr: Learning rate of Adam.
+        seed: Seed of weights and of the places in the text.
+        device: Device.
+        options: Further arguments of `fusedrnn.LSTM`.
+    """
+
+    kernel: str
+    length: int
+    steps: int
+    batch: int
+    hidden: int
+    layers: int
+    lr: float
+    seed: int
+    device: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave: bits per character and seconds of each step, peak memory above the start, and a sample."""
+
+    bits: list[float]
+    seconds: list[float]
+    peak: int
+    sample: str
+
+
+@cache
+def text() -> tuple[Tensor, str]:
+    """Return the text as indices [characters], and its alphabet."""
+    from pydoc_data.topics import topics
+
+    joined = "\n\n".join(topics[name] for name in sorted(topics))
+    alphabet = "".join(sorted(set(joined)))
+    index = {character: k for k, character in enumerate(alphabet)}
+    return torch.tensor([index[character] for character in joined]), alphabet
+
+
+class Model(nn.Module):
+    """Embedding, LSTM, linear."""
+
+    def __init__(self, config: Config, symbols: int):
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, EMBEDDING)
+        if config.kernel == TORCH:
+            self.rnn: nn.LSTM = nn.LSTM(EMBEDDING, config.hidden, config.layers)
+        else:
+            self.rnn = fusedrnn.LSTM(EMBEDDING, config.hidden, config.layers, **config.options)
+        self.head = nn.Linear(config.hidden, symbols)
+
+    def forward(self, indices: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Return logits [T, B, symbols] and the state for indices [T, B]."""
+        y, state = self.rnn(self.embedding(indices), state)
+        return self.head(y), state
+
+    def loss(self, indices: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy in nats, its logits computed piece by piece and not kept.
+
+        At 100,000 characters the logits would take more memory than the layer itself.
+        """
+        y, _ = self.rnn(self.embedding(indices))
+        total = y.new_zeros(())
+        for piece, target in zip(y.split(2048), targets.split(2048), strict=True):
+            total = total + torch.utils.checkpoint.checkpoint(self._piece, piece, target, use_reentrant=False)
+        return total / targets.numel()
+
+    def _piece(self, y: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(y).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def train(config: Config, report: Callable[[int, float, float, int], None] = lambda *_: None) -> Result:
+    """Train and return what came of it.
+
+    Args:
+        config: The run.
+        report: Called after each step with its number, bits per character, characters per second and peak bytes.
+
+    Returns:
+        The result.
+    """
+    data, alphabet = text()
+    if len(data) <= config.length:
+        raise SystemExit(f"--length must be below the {len(data):,} characters of the text, got {config.length:,}")
+    torch.manual_seed(config.seed)
+    model = Model(config, len(alphabet)).to(config.device)
+    rank, ranks, wrapped = _distributed(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+    places = torch.Generator().manual_seed(config.seed)
+    data = data.to(config.device)
+    bits, seconds = [], []
+
+    def step() -> None:
+        starts = torch.randint(len(data) - config.length, (config.batch,), generator=places).tolist()
+        window = torch.stack([data[s : s + config.length + 1] for s in starts[rank::ranks]], 1)
+        optimizer.zero_grad()
+        loss = wrapped(window[:-1], window[1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if ranks > 1:
+            torch.distributed.all_reduce(loss.detach_(), op=torch.distributed.ReduceOp.SUM)
+            loss = loss / ranks
+        bits.append(float(loss.detach()) / math.log(2))
+
+    peak = 0
+    for number in range(config.steps):
+        start = time.perf_counter()
+        if number == 0:
+            peak = peak_bytes(step, config.device)
+        else:
+            step()
+            synchronize(config.device)
+        seconds.append(time.perf_counter() - start)
+        report(number + 1, bits[-1], config.batch * config.length / seconds[-1], peak)
+    return Result(bits, seconds, peak, sample(model, alphabet, config))
+
+
+class _Loss(nn.Module):
+    """The loss as a module's forward pass, which is what DistributedDataParallel wraps."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, indices: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(indices, targets)
+
+
+def _distributed(model: Model) -> tuple[int, int, nn.Module]:
+    """Return this process's rank, their number, and the loss module, wrapped where torchrun started several."""
+    module = _Loss(model)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1, module
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo" if next(model.parameters()).device.type == "cpu" else "nccl")
+    return (
+        torch.distributed.get_rank(),
+        torch.distributed.get_world_size(),
+        nn.parallel.DistributedDataParallel(module),
+    )
+
+
+@torch.no_grad()
+def sample(model: Model, alphabet: str, config: Config, characters: int = 160, temperature: float = 0.7) -> str:
+    """Let the model write."""
+    generator = torch.Generator().manual_seed(config.seed)
+    written = "The "
+    indices = torch.tensor([[alphabet.index(character)] for character in written], device=config.device)
+    logits, state = model(indices)
+    for _ in range(characters):
+        chances = torch.softmax(logits[-1, 0].float().cpu() / temperature, -1)
+        index = torch.multinomial(chances, 1, generator=generator)
+        written += alphabet[int(index)]
+        logits, state = model(index[None].to(config.device), state)
+    return written
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    parser.add_argument(
+        "--length", type=int, default=5_000, help="characters in one backward pass (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden units (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=1, help="layers (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-2, help="learning rate of Adam (default: %(default)s)")
+    parser.add_argument("--save", default="auto", help="save= of fusedrnn.LSTM (default: %(default)s)")
+    parser.add_argument("--backend", default="auto", help="backend= of fusedrnn.LSTM (default: %(default)s)")
+    parser.add_argument("--compare", action="store_true", help="train torch.nn.LSTM from the same start beside it")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the command and return its rows."""
+    check_numerics([Job(mode, 1, 1, 1, 1, device=args.device) for mode in ("torch", args.save)])
+    options = {"save": args.save, "backend": args.backend}
+    kernels = [OURS, TORCH] if args.compare else [OURS]
+    found = {}
+    with _bars(args) as bars:
+        for kernel in kernels:
+            config = Config(
+                kernel,
+                args.length,
+                args.steps,
+                args.batch,
+                args.hidden,
+                args.layers,
+                args.lr,
+                args.seed,
+                args.device,
+                options,
+            )
+            bar = bars.add_task(kernel, total=args.steps, bits=0.0, speed=0.0, peak="")
+            found[kernel] = _run(
+                config,
+                lambda n, bits, speed, peak, bar=bar: bars.update(  # type: ignore[misc]
+                    bar, completed=n, bits=bits, speed=speed, peak=mib(peak)
+                ),
+            )
+    if int(os.environ.get("RANK", "0")) > 0:
+        return []
+    return _show(args, found)
+
+
+def _show(args: argparse.Namespace, found: dict[str, Result]) -> list[dict[str, Any]]:
+    """Print the table and a sample; return the rows."""
+    shape = f"T={args.length} B={args.batch} I={EMBEDDING} H={args.hidden} L={args.layers} float32"
+    rows, lines = [], []
+    for kernel, result in found.items():
+        mode = args.save if kernel == OURS else "torch"
+        speeds = [args.batch * args.length / seconds for seconds in result.seconds[1:] or result.seconds]
+        for metric, values in (
+            ("bits_per_character", result.bits[-5:]),
+            ("characters_per_second", speeds),
+            ("peak_bytes", [result.peak]),
+        ):
+            rows.append(row(kernel, mode, metric, shape, values, args.device))
+        speed = rows[-2]["p50"]
+        lines.append((kernel, f"{result.bits[0]:.3f}", f"{result.bits[-1]:.3f}", f"{speed:,.0f}", mib(result.peak)))
+    table(
+        f"Character model: {args.length:,} characters in one backward pass, batch {args.batch}, {args.hidden} units",
+        ("", "bits/char, first", "last", "characters/s", "peak"),
+        lines,
+        caption="memory above the start of the first step; each contender in a process of its own",
+    )
+    console.print("what it writes:", style="dim")
+    console.print(found[OURS].sample, markup=False, highlight=False)
+    return rows
+
+
+@contextmanager
+def _bars(args: argparse.Namespace) -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=16),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[bits]:.3f} bits/char"),
+        TextColumn("{task.fields[speed]:,.0f} char/s"),
+        TextColumn("{task.fields[peak]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=args.quiet or int(os.environ.get("RANK", "0")) > 0) as bars:
+        yield bars
+
+
+def _run(config: Config, report: Callable[[int, float, float, int], None]) -> Result:
+    """Train in a process of its own, or in this one where torchrun has started it for that."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return train(config, report)
+    context = get_context("spawn")
+    messages = context.Queue()
+    process = context.Process(target=_child, args=(config, messages), daemon=True)
+    process.start()
+    while True:
+        try:
+            message = messages.get(timeout=1.0)
+        except queue.Empty:
+            if not process.is_alive():
+                raise RuntimeError(f"training with {config.kernel} ended with status {process.exitcode}") from None
+            continue
+        if isinstance(message, Result):
+            process.join()
+            return message
+        report(*message)
+
+
+def _child(config: Config, messages: Any) -> None:
+    messages.put(train(config, lambda *message: messages.put(message)))

@@ -1,0 +1,100 @@
+"""The benchmarks run, say what they measured in rows that parse, and refuse to time what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedrnn
+from fusedrnn.bench import _measure, _report
+from fusedrnn.bench.__main__ import COMMANDS, main
+
+COLUMNS = set("kernel mode metric shape p20 p50 p80 device torch triton commit date".split())
+TINY = {
+    "train": ["--length", "60", "--steps", "3", "--batch", "2", "--hidden", "8", "--layers", "2"],
+    "long": ["--batch", "2", "--units", "8", "--lengths", "4", "--repeats", "1", "--modes", "torch", "auto"],
+    "setup": ["--batch", "2", "--units", "8", "--lengths", "3"],
+    "shapes": ["--size", "6", "2", "3", "8", "--repeats", "2"],
+}
+
+
+@pytest.mark.parametrize("command", TINY)
+def test_command_runs_and_its_rows_have_all_columns(command, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main([command, "--quiet", "--json", str(file), *TINY[command]]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows
+    for row in rows:
+        assert set(row) == COLUMNS
+        assert row["p20"] <= row["p50"] <= row["p80"]
+        assert row["torch"] == torch.__version__
+    assert {row["kernel"] for row in rows} & {"fusedrnn.LSTM"}
+
+
+def test_training_lets_the_loss_fall_and_is_the_same_for_both_contenders():
+    from fusedrnn.bench.train import Config, train
+
+    options = {"length": 100, "steps": 12, "batch": 4, "hidden": 32, "layers": 1, "lr": 1e-2, "seed": 0}
+    runs = {
+        kernel: train(
+            Config(kernel, **options, device="cpu", options={"save": "hidden"} if kernel == _measure.OURS else {})
+        )
+        for kernel in (_measure.OURS, _measure.TORCH)
+    }
+    for result in runs.values():
+        assert result.bits[-1] < result.bits[0] - 1
+    for ours, theirs in zip(*(result.bits for result in runs.values()), strict=True):
+        assert abs(ours - theirs) < 1e-3
+
+
+def test_every_command_exists():
+    for name in COMMANDS:
+        assert (Path(_report.__file__).parent / f"{name}.py").exists(), name
+
+
+def test_a_wrong_contender_is_not_timed(monkeypatch, capsys):
+    class Wrong(fusedrnn.LSTM):
+        def forward(self, x, hx=None):
+            y, state = super().forward(x, hx)
+            return y * 1.0001, state
+
+    def make(job):
+        return Wrong(job.I, job.H)
+
+    job = _measure.Job("auto", 1, 1, 1, 1)
+    with pytest.raises(_measure.NumericsError, match="y is off by .* no times are shown"):
+        _measure.check_numerics([job], make)
+    monkeypatch.setattr(_measure.Job, "module", make)
+    monkeypatch.setattr("fusedrnn.bench.shapes.check_numerics", lambda jobs: _measure.check_numerics(jobs, make))
+    assert main(["shapes", "--quiet", *TINY["shapes"]]) == 1
+    out = capsys.readouterr().out
+    assert "is wrong" in out and "ratio" not in out
+
+
+def test_the_clock_is_read_after_the_device_has_finished():
+    order = []
+    found = _measure.times(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, lambda: order.append("wait"), warm_up=1
+    )
+    assert order == ["wait", "a", "wait", "wait", "b", "wait"] * 3
+    assert {name: len(values) for name, values in found.items()} == {"a": 2, "b": 2}
+
+
+def allocate(mebibytes):
+    size = mebibytes << 20
+
+    def step():
+        torch.ones(size // 4)
+
+    torch.ones(1)
+    return _measure.peak_bytes(step)
+
+
+def test_peak_memory_sees_a_known_allocation():
+    peak = _measure.in_process(allocate, 200)
+    assert 180 << 20 <= peak <= 220 << 20
+
+
+def test_percentiles_are_interpolated():
+    assert _report.percentiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == pytest.approx((2.0, 3.5, 5.0))
