@@ -1,6 +1,15 @@
 """Offloading of activations: it knows tensors and bytes, and nothing of what is computed with them."""
 
 from fusedrnn.offload.config import OffloadConfig, OffloadHostFull
+from fusedrnn.offload.hooks import OffloadHooks, offload
 from fusedrnn.offload.stack import ActivationStack, Offloader, OffloadHandle
 
-__all__ = ["ActivationStack", "OffloadConfig", "OffloadHandle", "OffloadHostFull", "Offloader"]
+__all__ = [
+    "ActivationStack",
+    "OffloadConfig",
+    "OffloadHandle",
+    "OffloadHooks",
+    "OffloadHostFull",
+    "Offloader",
+    "offload",
+]

@@ -11,7 +11,7 @@ class State(Enum):
     """Where an entry's bytes are."""
 
     KEPT = "kept"
-    """On the device, too small to go anywhere."""
+    """On the device for good: too small, or used again and again."""
     RESIDENT = "resident"
     """On the device only, as pushed."""
     SPILLING = "spilling"

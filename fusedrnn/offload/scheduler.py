@@ -68,18 +68,17 @@ class Scheduler(Transitions):
             slot.start = self.device.record(stream, True) if self.recorder.samples(self._sequence) else None
             return slot
 
-    def push(self, slot: Slot, nbytes: int, announced: int = 0, stream: Any = None) -> Entry:
-        """Take a slot whose content is final, and spill the oldest entries if need be.
+    def push(self, slot: Slot, nbytes: int, announced: int = 0) -> Entry:
+        """Take a slot whose content is final on the current stream, and spill the oldest entries if need be.
 
         Args:
             slot: What `reserve` returned.
             nbytes: Bytes of it that matter.
             announced: Bytes by which this push makes good on what was announced.
-            stream: On which stream the content is final, the current one if None.
         """
         with self._lock:
             self._enter()
-            entry = self._push(slot, nbytes, stream or self.device.current_stream())
+            entry = self._push(slot, nbytes, self.device.current_stream())
             self._announced -= announced
             if entry.state is State.RESIDENT:
                 self._make_room(nbytes)
@@ -104,6 +103,15 @@ class Scheduler(Transitions):
                 self._make_room_adopted(nbytes)
             self.recorder.settle()
             return entry
+
+    def keep(self, entry: Entry) -> None:
+        """Leave an entry on the device, unless it has been spilled."""
+        with self._lock:
+            self._enter()
+            if entry.state is State.RESIDENT:
+                self.counters.skip("recurs")
+                self.counters.eligible -= 1
+                self._move(entry, State.KEPT)
 
     def is_pressed(self) -> bool:
         """Ask how full the device is; return whether buffers should go to the host."""

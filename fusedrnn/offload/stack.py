@@ -25,7 +25,8 @@ class ReservedSlot:
         self.buffer: Any = slot.buffer[:nbytes]
         """uint8 [nbytes]; the current stream may write it, until it is pushed."""
 
-    def _push(self, announced: int) -> Entry:
+    def push(self, announced: int = 0) -> Entry:
+        """Take the content as final on the current stream."""
         if self._slot is None:
             raise RuntimeError("the slot was pushed before: `reserve` another")
         entry = self._scheduler.push(self._slot, self._nbytes, announced)
@@ -71,6 +72,19 @@ class OffloadHandle:
         """
         self._scheduler.release(self._entry)
 
+    def keep(self) -> None:
+        """Leave the buffer on the device, if it is there still."""
+        self._scheduler.keep(self._entry)
+
+    def is_changed(self) -> bool:
+        """Return whether it was adopted, and the user changed it in place since."""
+        return self._entry.is_changed()
+
+    def is_adopted(self) -> bool:
+        """Return whether it still is in the memory from which it was adopted."""
+        slot = self._entry.slot
+        return slot is not None and slot.source is not None
+
     def __del__(self) -> None:
         if self._entry.state is not State.FREED:
             self._scheduler.abandon(self._entry)
@@ -106,7 +120,7 @@ class ActivationStack:
         """
         announced = min(self._expected, slot._nbytes)
         self._expected -= announced
-        return OffloadHandle(self._scheduler, slot._push(announced))
+        return OffloadHandle(self._scheduler, slot.push(announced))
 
     def take(self) -> list[Tensor]:
         """End the forward pass. Nothing is left for autograd to keep: the handles keep it."""

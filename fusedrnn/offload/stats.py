@@ -41,7 +41,7 @@ class Counters:
     pinned_by_alias: int = 0
     shared: int = 0
     gathered: int = 0
-    copies_gathered: int = 0
+    gatherings: int = 0
     changed_in_place: int = 0
     occupancy_asked: int = 0
     occupancy_peak: float = 0.0
