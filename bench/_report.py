@@ -21,6 +21,39 @@ from rich.table import Table
 console = Console()
 
 
+@lru_cache(maxsize=8)
+def device_name(device: str = "cpu") -> str:
+    """Return the name of a GPU, or of this machine's processor."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@lru_cache(maxsize=1)
+def triton_version() -> str:
+    """Return the version of Triton without loading it, or "" where it is not installed."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+@lru_cache(maxsize=1)
+def commit() -> str:
+    """Return the short commit of the source, or "" where it is not a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
 @dataclass(frozen=True)
 class Row:
     """One measurement.
@@ -47,10 +80,10 @@ class Row:
     p20: float
     p50: float
     p80: float
-    device: str = field(default_factory=lambda: device_name())
+    device: str = field(default_factory=device_name)
     torch: str = torch.__version__
-    triton: str = field(default_factory=lambda: triton_version())
-    commit: str = field(default_factory=lambda: commit())
+    triton: str = field(default_factory=triton_version)
+    commit: str = field(default_factory=commit)
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -113,36 +146,3 @@ def machine_line(device: str = "cpu") -> str:
 def mib(nbytes: float) -> str:
     """Return bytes as MiB in words."""
     return f"{nbytes / 2**20:,.0f} MiB"
-
-
-@lru_cache(maxsize=8)
-def device_name(device: str = "cpu") -> str:
-    """Return the name of a GPU, or of this machine's processor."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-@lru_cache(maxsize=1)
-def triton_version() -> str:
-    """Return the version of Triton without loading it, or "" where it is not installed."""
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return ""
-
-
-@lru_cache(maxsize=1)
-def commit() -> str:
-    """Return the short commit of the source, or "" where it is not a checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip()

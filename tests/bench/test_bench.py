@@ -10,7 +10,10 @@ import fusedrnn
 from fusedrnn.bench import _measure, _report
 from fusedrnn.bench.__main__ import COMMANDS, main
 
-COLUMNS = set("kernel mode metric shape p20 p50 p80 device torch triton commit date".split())
+COLUMNS = {
+    *("kernel", "mode", "metric", "shape", "p20", "p50", "p80"),
+    *("device", "torch", "triton", "commit", "date"),
+}
 TINY = {
     "train": ["--length", "60", "--steps", "3", "--batch", "2", "--hidden", "8", "--layers", "2"],
     "long": ["--batch", "2", "--units", "8", "--lengths", "4", "--repeats", "1", "--modes", "torch", "auto"],
@@ -63,7 +66,7 @@ def test_a_wrong_contender_is_not_timed(monkeypatch, capsys):
         return Wrong(job.I, job.H)
 
     job = _measure.Job("auto", 1, 1, 1, 1)
-    with pytest.raises(_measure.NumericsError, match="y is off by .* no times are shown"):
+    with pytest.raises(_measure.NumericsError, match=r"y is off by .* no times are shown"):
         _measure.check_numerics([job], make)
     monkeypatch.setattr(_measure.Job, "module", make)
     monkeypatch.setattr("fusedrnn.bench.shapes.check_numerics", lambda jobs: _measure.check_numerics(jobs, make))
