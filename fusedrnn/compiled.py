@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends import choose
-from fusedrnn.backends.base import Call, ChunkedBackend, Handle, Task
+from fusedrnn.backends.base import Call, ChunkedBackend, Handle, Task, gpu_of
 from fusedrnn.cells import LSTM, States, Weights
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload.resident import ResidentStack
@@ -61,6 +61,7 @@ def _plan(
         dtype=x.dtype,
         device=x.device.type,
         grad=grad,
+        gpu=gpu_of(x.device),
         recorded=False,
     )
     choice = choose(call, backend, save, steps or "auto")

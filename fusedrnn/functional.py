@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fusedrnn import _checks
 from fusedrnn.backends import BACKENDS, Choice, choose
-from fusedrnn.backends.base import SAVE_MODES, Call, Task
+from fusedrnn.backends.base import SAVE_MODES, Call, Task, gpu_of
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.cells import LSTM, States, Weights, state_dtype
 from fusedrnn.compiled import run as run_compiled
@@ -272,7 +272,7 @@ def _describe(x: Tensor, states: States, layers: Sequence[Weights], layout: Sequ
         packed=layout.batch_sizes is not None,
         grad=grad,
         transformed=_transformed(),
-        memory=_memory(x.device.index) if x.is_cuda else 0,
+        gpu=gpu_of(x.device),
         onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
     )
 
@@ -280,9 +280,3 @@ def _describe(x: Tensor, states: States, layers: Sequence[Weights], layout: Sequ
 def _transformed() -> bool:
     """Whether a `torch.func` transform or forward-mode differentiation is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
-
-
-@lru_cache(maxsize=64)
-def _memory(index: int) -> int:
-    """Bytes of a CUDA device's memory."""
-    return torch.cuda.get_device_properties(index).total_memory

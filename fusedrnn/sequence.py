@@ -187,7 +187,7 @@ def backward_pass(
                 _take(layout, y, chunk),
                 before,
                 handle,
-                _take(layout, dy, chunk),
+                _adjacent(_take(layout, dy, chunk)),
                 dstates,
                 grads,
                 keep,
@@ -198,6 +198,11 @@ def backward_pass(
 
 def _take(layout: SequenceLayout, tensor: Tensor | None, chunk: Chunk) -> Tensor | None:
     return None if tensor is None else layout.take(tensor, chunk)
+
+
+def _adjacent(rows: Tensor | None) -> Tensor | None:
+    """Return rows whose columns are neighbours in memory, as kernels need them; those of an expanded scalar are not."""
+    return rows if rows is None or rows.stride(1) == 1 else rows.contiguous()
 
 
 def _differentiable_backward(

@@ -6,7 +6,7 @@ from functools import lru_cache
 import triton
 from torch import Tensor
 
-from fusedrnn.kernels._grid import DeviceInfo
+from fusedrnn.kernels._device import DeviceInfo
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 import fusedrnn
 from fusedrnn.backends import BACKENDS, choose
 from fusedrnn.backends.base import Call
+from fusedrnn.kernels._device import H100
 
 CALL = Call(T=100, B=4, I=8, H=16, P=16, layers=1, directions=1, dtype=torch.float32, device="cpu", onednn=True)
 
@@ -33,7 +34,7 @@ def test_auto_on_the_cpu():
 
 
 def test_auto_on_a_gpu_keeps_gates_up_to_a_share_of_its_memory():
-    gpu = {"device": "cuda", "memory": 80 << 30, "onednn": False}
+    gpu = {"device": "cuda", "gpu": H100, "onednn": False}
     assert chosen(**gpu)[1] == "gates"
     assert chosen(**gpu, T=100_000, B=64, H=512)[1] == "hidden"
 

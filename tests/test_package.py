@@ -27,7 +27,9 @@ ALLOWED = {
     "fusedrnn/compiled.py": {"backends", "cells", "layout", "offload", "sequence"},
     "fusedrnn/functional.py": {"_checks", "backends", "cells", "compiled", "layout", "offload", "sequence"},
     "fusedrnn/modules.py": {"_checks", "cells", "functional", "layout", "offload"},
-    "fusedrnn/dynamic.py": {"_checks", "cells", "functional", "offload"},
+    "fusedrnn/stepping.py": {"_checks"},
+    "fusedrnn/recompute.py": {"stepping"},
+    "fusedrnn/dynamic.py": {"_checks", "offload", "recompute", "stepping"},
     "fusedrnn/convert.py": {"_checks", "modules", "functional"},
     "fusedrnn/testing.py": set(),
 }

@@ -8,10 +8,11 @@ import torch
 
 from fusedrnn.backends import BACKENDS
 from fusedrnn.backends.base import SAVE_MODES, Call
+from fusedrnn.kernels._device import H100
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 CPU = Call(T=100, B=4, I=8, H=16, P=16, layers=1, directions=1, dtype=torch.float32, device="cpu", onednn=True)
-GPU = replace(CPU, device="cuda", onednn=False)
+GPU = replace(CPU, device="cuda", gpu=H100, onednn=False)
 FEATURES = {
     "bfloat16, float16": {"dtype": torch.bfloat16},
     "float64": {"dtype": torch.float64},

@@ -7,9 +7,12 @@ from fusedrnn.backends.base import SAVE_MODES, Backend, Call, ChunkedBackend
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.backends.reference import Reference
 from fusedrnn.backends.torch_step import TorchStep
+from fusedrnn.backends.triton_sequence import TritonSequence
 from fusedrnn.backends.triton_step import TritonStep
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonStep(), OneDNN(), TorchStep(), Reference())}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (TritonSequence(), TritonStep(), OneDNN(), TorchStep(), Reference())
+}
 """All backends by name, in the order in which "auto" prefers them."""
 
 _CPU_GATES_BYTES = 32 << 20
@@ -63,7 +66,7 @@ def _save_order(call: Call, save: str) -> tuple[tuple[str, ...], str]:
     if save != "auto":
         return (save,), f"save={save!r} was asked for"
     kept = call.T * call.step_bytes("gates")
-    limit = int(call.memory * _GPU_GATES_FRACTION) if call.memory else _CPU_GATES_BYTES
+    limit = int(call.gpu.memory * _GPU_GATES_FRACTION) if call.gpu else _CPU_GATES_BYTES
     sizes = f"gates and cells take {kept / 2**20:.1f} MiB, the limit is {limit / 2**20:.1f} MiB"
     if not call.grad:
         return SAVE_MODES, "no backward pass follows, so nothing is saved"

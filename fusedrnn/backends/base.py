@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedrnn.cells import CellSpec, States, Weights, state_dtype
+from fusedrnn.kernels import _device
+from fusedrnn.kernels._device import DeviceInfo
 from fusedrnn.layout import Chunk, SequenceLayout
 
 SAVE_MODES = ("gates", "cells", "hidden")
@@ -31,7 +33,7 @@ class Call:
         packed: Whether sequences of several lengths are packed.
         grad: Whether a backward pass may follow.
         transformed: Whether the call runs under a `torch.func` transform or forward-mode differentiation.
-        memory: Bytes of the device's memory, 0 where it is not known.
+        gpu: Figures of the device, None where it is not a CUDA device.
         onednn: Whether torch may use oneDNN at present.
         recorded: Whether autograd can record operations, which it cannot inside an operator of torch.library.
     """
@@ -48,7 +50,7 @@ class Call:
     packed: bool = False
     grad: bool = True
     transformed: bool = False
-    memory: int = 0
+    gpu: DeviceInfo | None = None
     onednn: bool = False
     recorded: bool = True
 
@@ -69,6 +71,11 @@ class Call:
         if self.layers > 1:
             text += f", num_layers={self.layers}"
         return text + (", bidirectional" if self.directions > 1 else "") + (", packed" if self.packed else "")
+
+
+def gpu_of(device: torch.device) -> DeviceInfo | None:
+    """Return the figures of a device, or None where it is not a CUDA device."""
+    return _device.device_info(device)
 
 
 class Handle(Protocol):

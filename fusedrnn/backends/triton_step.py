@@ -1,44 +1,25 @@
 """Step by step with Triton: a product by torch, then one fused pointwise kernel."""
 
-import os
 from collections.abc import Mapping
-from functools import lru_cache
-from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call, Workspace, plain_call
+from fusedrnn.backends.base import Workspace
 from fusedrnn.backends.fused import LayerBuffers
 from fusedrnn.backends.graphs import GraphCache
 from fusedrnn.backends.step import StepBackend
+from fusedrnn.backends.triton_base import TritonBackend
 from fusedrnn.cells import Weights
 from fusedrnn.layout import Steps
 
 
-@lru_cache(maxsize=1)
-def _installed() -> bool:
-    return find_spec("triton") is not None
-
-
-class TritonStep(StepBackend):
+class TritonStep(TritonBackend, StepBackend):
     """A chunk's recurrence with one product and one kernel launch per step."""
 
     name = "triton_step"
 
     def __init__(self) -> None:
         self.graphs = GraphCache()
-
-    def refusals(self, call: Call) -> list[str]:
-        """See `Backend.refusals`."""
-        reasons = plain_call(call)
-        if not _installed():
-            reasons.append("Triton is not installed (pip install triton)")
-        if call.device != "cuda" and not (call.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-            reasons.append(f"its kernels run on CUDA devices, the input is on {call.device}")
-        if call.dtype == torch.float64:
-            reasons.append("its kernels compute in float32, the input is float64")
-        return reasons
 
     def _replayed(self, weights: Weights, buffers: LayerBuffers, steps: Steps) -> bool:
         """Whether a chunk goes through a CUDA graph; packed chunks and projections do not, their shapes vary."""
@@ -104,21 +85,6 @@ class TritonStep(StepBackend):
         from fusedrnn.kernels.lstm_step import lstm_step_forward
 
         lstm_step_forward(pre, c_prev, h, c, store_gates=store)
-
-    def recompute(self, buffers: LayerBuffers, c0: Tensor, steps: Steps, cells_known: bool) -> None:
-        """See `FusedBackend.recompute`."""
-        from fusedrnn.kernels.lstm_recompute import lstm_activate, lstm_recompute
-
-        assert buffers.c is not None
-        if cells_known:
-            lstm_activate(buffers.gates)
-        elif steps.row_step is not None:
-            lstm_recompute(buffers.gates, c0, buffers.c, len(steps), steps.offsets[0], steps.row_step)
-        else:
-            device = buffers.gates.device
-            offsets = torch.tensor(steps.offsets, dtype=torch.int64, device=device)
-            batches = torch.tensor(steps.batches, dtype=torch.int32, device=device)
-            lstm_recompute(buffers.gates, c0, buffers.c, len(steps), offsets=offsets, batches=batches)
 
     def begin_backward(self, buffers: LayerBuffers, c0: Tensor, steps: Steps, work: Workspace) -> None:
         """See `StepBackend.begin_backward`: there is nothing to prepare."""

@@ -7,6 +7,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import fusedrnn
 from fusedrnn.backends import BACKENDS
 from fusedrnn.backends.graphs import GraphCache
+from fusedrnn.kernels import _device
 from fusedrnn.testing import assert_close, assert_no_worse_than_torch, poisoned, results, twin
 
 KINDS = {
@@ -71,3 +72,75 @@ def test_replayed_chunks_give_the_same_bits(device, save, monkeypatch):
     if device.type != "cuda":
         # Chunks of 4 and 2 steps, forward and backward, each recorded once for both layers and both inputs.
         assert len(recorded) == 4
+
+
+def test_the_gradient_of_a_sum_is_expanded_in_memory(device):
+    """All its strides are 0, which no kernel takes."""
+    module = fusedrnn.LSTM(3, 5, backend="triton_step", chunk=4, device=device)
+    x = torch.randn(6, 2, 3, device=device, requires_grad=True)
+    exact = torch.autograd.grad(twin(module).to(device)(x.double())[0].sum(), x)[0]
+    assert_close(torch.autograd.grad(module(x)[0].sum(), x)[0], exact, "dx")
+
+
+@pytest.fixture
+def sequence(device, at_once, monkeypatch):
+    """A device on which a whole chunk runs in one launch; without a GPU, a stand-in that runs all programs at once."""
+    if device.type == "cpu":
+        monkeypatch.setattr(_device, "device_info", lambda device: _device.H100)
+    return device
+
+
+@pytest.mark.parametrize("save", ["gates", "cells", "hidden"])
+@pytest.mark.parametrize("kind", ["one layer", "two layers, both directions", "no bias"])
+def test_triton_sequence(sequence, save, kind):
+    module = fusedrnn.LSTM(3, 17, backend="triton_sequence", save=save, chunk=4, device=sequence, **KINDS[kind])
+    x = torch.randn(6, 2, 3, device=sequence)
+    with poisoned():
+        ours = results(module, x)
+    exact = results(twin(module).to(sequence), x)
+    for name in exact:
+        assert_close(ours[name], exact[name], name)
+
+
+@pytest.mark.parametrize("save", ["gates", "hidden"])
+def test_triton_sequence_takes_packed_sequences(sequence, save):
+    module = fusedrnn.LSTM(3, 4, bidirectional=True, backend="triton_sequence", save=save, chunk=2, device=sequence)
+    x = pack_padded_sequence(torch.randn(5, 4, 3, device=sequence), [2, 5, 1, 5], enforce_sorted=False)
+    ours, exact = results(module, x), results(twin(module).to(sequence), x)
+    for name in exact:
+        assert_close(ours[name], exact[name], name)
+
+
+def test_triton_sequence_is_preferred_and_refuses_with_its_limits(sequence):
+    module = fusedrnn.LSTM(3, 4, device=sequence)
+    module(torch.randn(2, 2, 3, device=sequence))
+    assert "'triton_sequence'" in module.explain()
+    wide = fusedrnn.LSTM(3, 4, proj_size=2, backend="triton_sequence", device=sequence)
+    with pytest.raises(RuntimeError, match="triton_sequence: its kernels have no projection"):
+        wide(torch.randn(2, 2, 3, device=sequence))
+    large = fusedrnn.LSTM(1, 4096, backend="triton_sequence", device=sequence)
+    with pytest.raises(RuntimeError, match=r"triton_sequence: .* B=2, H=4096 .* would need at best"):
+        large(torch.randn(2, 2, 1, device=sequence))
+
+
+def test_an_interpreter_that_runs_programs_in_turn_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    module = fusedrnn.LSTM(3, 4, backend="triton_sequence")
+    with pytest.raises(RuntimeError, match="triton_sequence: its programs wait for one another"):
+        module(torch.randn(2, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("general", "own", "expected"),
+    [("ieee", "none", "ieee"), ("tf32", "none", "tf32"), ("tf32", "ieee", "ieee"), ("none", "tf32", "tf32")],
+)
+def test_products_of_float32_follow_the_switches_of_torch(monkeypatch, general, own, expected):
+    from fusedrnn.backends import triton_sequence
+
+    before = torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision = general, own
+        assert triton_sequence._precision(torch.float32) == expected
+        assert triton_sequence._precision(torch.bfloat16) == "ieee"
+    finally:
+        torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision = before
