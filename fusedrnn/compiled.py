@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends import choose
-from fusedrnn.backends.base import Call, ChunkedBackend, Handle, Task, gpu_of
+from fusedrnn.backends.base import Call, Task, gpu_of
 from fusedrnn.cells import LSTM, States, Weights
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload.resident import ResidentStack
@@ -66,8 +66,8 @@ def _plan(
     )
     choice = choose(call, backend, save, steps or "auto")
     layout = SequenceLayout(call.T, call.B)
-    task = Task(LSTM, layers, layout, reverse, choice.save, ResidentStack(x.device) if grad else None)
-    return Plan(task, choice.backend, choice.chunk)
+    task = Task(LSTM, layers, layout, reverse, choice.save)
+    return Plan(task, choice.backend, choice.chunk, ResidentStack(x.device) if grad else None)
 
 
 @torch.library.custom_op("fusedrnn::layers", mutates_args=())
@@ -82,11 +82,10 @@ def _layers(
     steps: int,
     grad: bool,
 ) -> list[Tensor]:
-    """Return the output [T, B, P], the final states, the states between chunks and the chunks' buffers."""
+    """Return the output [T, B, P], the final states, and the chunks' buffers."""
     plan = _plan(x, weights, present, reverse, backend, save, steps, grad)
-    y, finals, borders, _ = forward_pass(plan, x, tuple(states))
-    buffers = plan.task.stack.take() if plan.task.stack else []
-    return [y.view(*x.shape[:2], -1), *finals, *(state for before in borders for state in before), *buffers]
+    y, finals, _ = forward_pass(plan, x, tuple(states))
+    return [y.view(*x.shape[:2], -1), *finals, *(plan.stack.take() if plan.stack else [])]
 
 
 @_layers.register_fake
@@ -102,14 +101,10 @@ def _layers_fake(
     grad: bool,
 ) -> list[Tensor]:
     plan = _plan(x, weights, present, reverse, backend, save, steps, grad)
-    assert isinstance(plan.backend, ChunkedBackend)
-    task = plan.task
-    chunks = task.layout.chunks(plan.chunk, task.reverse, halve_tail=True)
-    out = [x.new_empty(*x.shape[:2], task.layers[-1].output_size)]
-    for _ in chunks if grad else chunks[:1]:
-        out += [torch.empty_like(state, memory_format=torch.contiguous_format) for state in states]
-    sizes = [plan.backend.slot_bytes(task, chunk.rows, x.dtype) for chunk in chunks] if grad else []
-    return out + [x.new_empty(size, dtype=torch.uint8) for size in sizes if size]
+    out = [x.new_empty(*x.shape[:2], plan.task.layers[-1].output_size)]
+    out += [torch.empty_like(state, memory_format=torch.contiguous_format) for state in states]
+    sizes = [plan.slot_bytes(chunk, tuple(states)) for chunk in plan.chunks()] if grad else []
+    return out + [x.new_empty(size, dtype=torch.uint8) for size in sizes]
 
 
 @torch.library.custom_op("fusedrnn::layers_backward", mutates_args=())
@@ -117,7 +112,7 @@ def _layers_backward(
     grads: list[Tensor],
     x: Tensor,
     y: Tensor,
-    borders: list[Tensor],
+    states: list[Tensor],
     buffers: list[Tensor],
     weights: list[Tensor],
     present: list[bool],
@@ -130,16 +125,13 @@ def _layers_backward(
 ) -> list[Tensor]:
     """Return the gradients of the input (if it needs one), of the states, and of the weights that need one."""
     plan = _plan(x, weights, present, reverse, backend, save, steps, grad=True)
-    stack = plan.task.stack
+    stack = plan.stack
     assert isinstance(stack, ResidentStack)
     stack.give(buffers)
-    n = len(grads) - 1
-    before = [tuple(borders[k : k + n]) for k in range(0, len(borders), n)]
-    handles: list[Handle | None] = [*stack.handles()] or [None] * len(before)
     dx = x.new_empty(plan.task.layout.rows, x.shape[2]) if needs_x else None
     rows = y.view(plan.task.layout.rows, -1)
     dstates, sums = backward_pass(
-        plan, x, rows, before, handles, grads[0], tuple(grads[1:]), dx, tuple(needs), keep=True
+        plan, x, rows, tuple(states), [*stack.handles()], grads[0], tuple(grads[1:]), dx, tuple(needs), keep=True
     )
     return [*([dx.view(x.shape)] if dx is not None else []), *dstates, *(total for total in sums if total is not None)]
 
@@ -149,7 +141,7 @@ def _layers_backward_fake(
     grads: list[Tensor],
     x: Tensor,
     y: Tensor,
-    borders: list[Tensor],
+    states: list[Tensor],
     buffers: list[Tensor],
     weights: list[Tensor],
     present: list[bool],
@@ -160,7 +152,6 @@ def _layers_backward_fake(
     needs_x: bool,
     needs: list[bool],
 ) -> list[Tensor]:
-    states = borders[: len(grads) - 1]
     wanted = [weight for weight, needed in zip(weights, needs, strict=True) if needed]
     like = [*([x] if needs_x else []), *states, *wanted]
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like]
@@ -169,21 +160,19 @@ def _layers_backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, states, weights, *options, grad = inputs
     n = len(states)
-    rest = output[1 + n :]
-    inner = sum(tensor.dtype != torch.uint8 for tensor in rest)
-    ctx.save_for_backward(x, output[0], *weights, *states, *rest)
-    ctx.options, ctx.counts, ctx.grad = options, (len(weights), n + inner, n), grad
+    ctx.save_for_backward(x, output[0], *weights, *states, *output[1 + n :])
+    ctx.options, ctx.counts, ctx.grad = options, (len(weights), n), grad
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     x, y, *rest = ctx.saved_tensors
-    n_weights, n_borders, n = ctx.counts
-    weights, borders, buffers = rest[:n_weights], rest[n_weights:][:n_borders], rest[n_weights + n_borders :]
-    like = [y, *borders[:n]]
+    n_weights, n = ctx.counts
+    weights, states, buffers = rest[:n_weights], rest[n_weights:][:n], rest[n_weights + n :]
+    like = [y, *states]
     given = [torch.zeros_like(t) if grad is None else grad for grad, t in zip(grads[: n + 1], like, strict=True)]
     needs_x, needs = ctx.needs_input_grad[0], [bool(needed) for needed in ctx.needs_input_grad[2]]
     found = iter(
-        torch.ops.fusedrnn.layers_backward(given, x, y, borders, buffers, weights, *ctx.options, needs_x, needs)
+        torch.ops.fusedrnn.layers_backward(given, x, y, states, buffers, weights, *ctx.options, needs_x, needs)
     )
     dx = next(found) if needs_x else None
     dstates = [next(found) for _ in range(n)]

@@ -1,21 +1,17 @@
 """`dynamic_rnn`: any cell over time."""
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Union
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedrnn import _checks
+from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
 from fusedrnn.recompute import recompute
 from fusedrnn.stepping import Loop
-
-if TYPE_CHECKING:
-    from fusedrnn.offload import OffloadConfig, OffloadHooks
 
 _TORCH_CELLS = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
@@ -25,7 +21,7 @@ def dynamic_rnn(
     inputs: Any,
     initial_state: Any = None,
     sequence_length: Tensor | Sequence[int] | None = None,
-    swap_memory: Union[bool, "OffloadConfig", "OffloadHooks"] = False,
+    swap_memory: bool | OffloadConfig | OffloadHooks = False,
     time_major: bool = True,
     save: str = "all",
 ) -> tuple[Any, Any]:
@@ -79,7 +75,8 @@ def dynamic_rnn(
     state, state_spec = _check_state(cell, xs, initial_state)
     lengths = None if sequence_length is None else _check_lengths(sequence_length, T, B)
     loop = Loop(_as_step(cell), x_spec, state_spec, lengths, T, B, xs[0].device)
-    with _offloading(swap_memory):
+    offload = offloader("swap_memory", swap_memory)
+    with nullcontext() if offload is None else offload:
         if not torch.is_grad_enabled():
             results = loop.unrecorded(xs, state)
         elif save == "all":
@@ -109,30 +106,6 @@ def _as_step(cell: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return h, h
 
     return step
-
-
-def _offloading(swap_memory: Any) -> AbstractContextManager[Any]:
-    """Return the context in which the steps run."""
-    if swap_memory is False:
-        return nullcontext()
-    from fusedrnn.offload import OffloadConfig, OffloadHooks
-
-    if isinstance(swap_memory, OffloadHooks):
-        return swap_memory
-    if swap_memory is not True and not isinstance(swap_memory, OffloadConfig):
-        raise TypeError(
-            "`swap_memory` must be True, False, an OffloadConfig or what `fusedrnn.offload()` returns, got "
-            f"{type(swap_memory).__name__}"
-        )
-    return _offloader(OffloadConfig() if swap_memory is True else swap_memory, threading.get_ident())
-
-
-@lru_cache(maxsize=16)
-def _offloader(config: "OffloadConfig", thread: int) -> "OffloadHooks":
-    """Return the offloader of a configuration, one per thread: host memory that it has pinned serves later calls."""
-    from fusedrnn.offload import offload
-
-    return offload(config)
 
 
 def _check_inputs(cell: Any, inputs: Any, time_major: bool) -> tuple[list[Tensor], pytree.TreeSpec]:

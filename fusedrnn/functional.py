@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from fusedrnn import _checks
 from fusedrnn.backends import BACKENDS, Choice, choose
-from fusedrnn.backends.base import SAVE_MODES, Call, Task, gpu_of
+from fusedrnn.backends.base import SAVE_MODES, Call, ChunkedBackend, Task, gpu_of
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.cells import LSTM, States, Weights, state_dtype
 from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
+from fusedrnn.offload import OffloadConfig, OffloadHooks, innermost, offloader
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.sequence import Plan, run
 
@@ -31,6 +32,7 @@ class Options:
     save: str = "auto"
     chunk: int | str = "auto"
     backend: str = "auto"
+    offload: OffloadHooks | None = None
 
     def __post_init__(self) -> None:
         _checks.require_choice("save", self.save, ("auto", *SAVE_MODES))
@@ -51,6 +53,7 @@ def lstm(
     save: str = "auto",
     chunk: int | str = "auto",
     backend: str = "auto",
+    offload: bool | OffloadConfig | OffloadHooks = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Run one LSTM layer in one direction.
 
@@ -69,6 +72,7 @@ def lstm(
         save: What is kept for the backward pass; see `fusedrnn.LSTM`.
         chunk: Timesteps per chunk, or "auto"; see `fusedrnn.LSTM`.
         backend: Who computes it; see `fusedrnn.LSTM`.
+        offload: Whether activations may move to the host; see `fusedrnn.LSTM`.
 
     Returns:
         y [T, B, P], and the final states (h [B, P], c [B, H]).
@@ -78,7 +82,7 @@ def lstm(
         ValueError: If shapes, dtypes or devices do not agree.
         RuntimeError: If no backend can run the call; the message has every backend's reasons.
     """
-    options = Options(save, chunk, backend)
+    options = Options(save, chunk, backend, offloader("offload", offload))
     _check_input(x, "(T, B, I)", 3)
     weights = Weights(weight_ih, weight_hh, bias_ih, bias_hh, weight_hr)
     H, P = _check_weights(x, weights)
@@ -117,6 +121,12 @@ def run_layers(
     Returns:
         The output, the final states, and who ran it (None while compiling).
     """
+    if torch.compiler.is_compiling() and options.offload is not None:
+        from fusedrnn.uncompiled import run_uncompiled
+
+        return run_uncompiled(
+            x, states, layers, layout, options, directions=directions, dropout=dropout, reverse=reverse
+        )
     x, states, layers, autocast = _under_autocast(x, states, layers)
     H, P = layers[0].hidden_size, layers[0].output_size
     if states is None:
@@ -131,11 +141,15 @@ def run_layers(
         return y, (h, c.to(x.dtype)), None
     call = _describe(x, (h0, c0), layers, layout, directions)
     choice = choose(call, options.backend, options.save, options.chunk)
-    with autocast:
+    offload = (innermost() or options.offload) if call.grad else None
+    saving = nullcontext() if offload is None or not offload.is_active(x.device) else offload.hooks()
+    with autocast, saving:
         if isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
             y, (h, c) = choice.backend.run_whole(x, (h0, c0), list(layers), directions, dropout)
         else:
-            y, (h, c) = _run_stages(x, (h0, c0), layers, directions, dropout, reverse, partial(_eager, choice, layout))
+            y, (h, c) = _run_stages(
+                x, (h0, c0), layers, directions, dropout, reverse, partial(_eager, choice, layout, offload)
+            )
     return y, (h, c.to(x.dtype)), choice
 
 
@@ -173,11 +187,20 @@ def _run_stages(
 
 
 def _eager(
-    choice: Choice, layout: SequenceLayout, layers: tuple[Weights, ...], reverse: bool, x: Tensor, states: States
+    choice: Choice,
+    layout: SequenceLayout,
+    offload: OffloadHooks | None,
+    layers: tuple[Weights, ...],
+    reverse: bool,
+    x: Tensor,
+    states: States,
 ) -> tuple[Tensor, States]:
     """Run one stage through the autograd function."""
-    task = Task(LSTM, layers, layout, reverse, choice.save, ResidentStack(x.device))
-    return run(Plan(task, choice.backend, choice.chunk), x, states)
+    plan = Plan(Task(LSTM, layers, layout, reverse, choice.save), choice.backend, choice.chunk)
+    if offload is None or not isinstance(choice.backend, ChunkedBackend):
+        return run(replace(plan, stack=ResidentStack(x.device)), x, states)
+    expected = sum(plan.slot_bytes(chunk, states) for chunk in plan.chunks())
+    return run(replace(plan, stack=offload.stack(x.device, expected)), x, states)
 
 
 def _compiled(

@@ -9,6 +9,7 @@ from fusedrnn import _checks
 from fusedrnn.cells import Weights
 from fusedrnn.functional import Options, check_states, run_layers
 from fusedrnn.layout import SequenceLayout
+from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
 
 
 class LSTM(nn.LSTM):
@@ -28,8 +29,13 @@ class LSTM(nn.LSTM):
             between chunks; gates and cells are computed again chunk by chunk, which is not sequential and often costs
             less than the memory traffic it saves. "auto" chooses by size and memory; `explain()` says why.
         chunk: Timesteps per chunk, the unit of computing again; "auto" chooses by bytes.
-        backend: "triton_step", "onednn", "torch_step" or "reference", or "auto" for the first that can run the call. A
-            backend named here is used or refused, never replaced.
+        backend: "triton_sequence", "triton_step", "onednn", "torch_step" or "reference", or "auto" for the first that
+            can run the call. A backend named here is used or refused, never replaced.
+        offload: Whether what is saved moves to pinned host memory while the device is nearly full, oldest first, and
+            comes back ahead of the backward pass; results stay the same to the last bit. True, or an `OffloadConfig`
+            that says when and how; layers with equal configurations share one ring of device buffers and one pool of
+            host memory. What `fusedrnn.offload()` returns counts for this layer alone.
+        swap_memory: TensorFlow's name for `offload`.
         **kwargs: The arguments of `torch.nn.LSTM` by name.
 
     Raises:
@@ -39,8 +45,20 @@ class LSTM(nn.LSTM):
     it, an input of no timesteps is taken: the states come back as they were.
     """
 
-    def __init__(self, *args: Any, save: str = "auto", chunk: int | str = "auto", backend: str = "auto", **kwargs: Any):
-        options = Options(save, chunk, backend)
+    def __init__(
+        self,
+        *args: Any,
+        save: str = "auto",
+        chunk: int | str = "auto",
+        backend: str = "auto",
+        offload: bool | OffloadConfig | OffloadHooks = False,
+        swap_memory: bool | OffloadConfig | OffloadHooks = False,
+        **kwargs: Any,
+    ):
+        if offload is not False and swap_memory is not False:
+            raise ValueError("`offload` and `swap_memory` are two names of one argument, got both: give one of them")
+        name, value = ("swap_memory", swap_memory) if offload is False else ("offload", offload)
+        options = Options(save, chunk, backend, offloader(name, value))
         super().__init__(*args, **kwargs)
         self.options = options
         self._choice = "it has not run yet"
@@ -51,9 +69,16 @@ class LSTM(nn.LSTM):
         changed = [f"{name}={value!r}" for name, value in vars(self.options).items() if value != getattr(default, name)]
         return ", ".join([super().extra_repr(), *changed])
 
+    @property
+    def offloader(self) -> OffloadHooks | None:
+        """What offloads for this layer, with `stats()`, `explain()` and `export_trace()`; None without `offload`."""
+        return self.options.offload
+
     def explain(self) -> str:
-        """Say who ran the last call, what it saved, and why."""
-        return self._choice
+        """Say who ran the last call, what it saved, and why, and what offloading did."""
+        if self.offloader is None:
+            return self._choice
+        return f"{self._choice}\n{self.offloader.explain()}"
 
     def forward(  # type: ignore[override]
         self, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None

@@ -2,24 +2,95 @@
 
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Backend, ChunkedBackend, Gradients, Handle, RecordingBackend, Task, Workspace
+from fusedrnn.backends.base import Backend, ChunkedBackend, Gradients, RecordingBackend, Task, Workspace
 from fusedrnn.backends.reference import Reference
 from fusedrnn.cells import States, Weights, state_dtype
 from fusedrnn.layout import Chunk, SequenceLayout
 
 
+class Handle(Protocol):
+    """A pushed buffer: `get` it before use, `release` it after; dropping it releases it too."""
+
+    def get(self, writable: bool = False) -> Tensor:
+        """Return the buffer, ready to be read on the current stream, and to be overwritten if `writable`."""
+
+    def release(self) -> None:
+        """Give the buffer back."""
+
+
+class Slot(Protocol):
+    """A reserved buffer that has not been pushed yet."""
+
+    buffer: Tensor
+
+
+class Stack(Protocol):
+    """Where the buffers of chunks wait for the backward pass."""
+
+    def reserve(self, nbytes: int) -> Slot:
+        """Return a slot whose `buffer` is a uint8 tensor [nbytes] that may be written on the current stream."""
+
+    def push(self, slot: Any) -> Handle:
+        """Take a slot whose content is final."""
+
+    def take(self) -> list[Tensor]:
+        """Hand over the tensors that autograd shall keep until the backward pass; none where the stack keeps them."""
+
+    def give(self, buffers: list[Tensor]) -> None:
+        """Put those tensors back at the start of the backward pass."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A task, who runs it, and in which pieces."""
+    """A task, who runs it, in which pieces, and where they wait for the backward pass.
+
+    Args:
+        task: What to compute.
+        backend: Who computes it.
+        chunk: Timesteps per chunk.
+        stack: Takes the chunks' buffers; None where nothing is saved.
+    """
 
     task: Task
     backend: Backend
     chunk: int
+    stack: Stack | None = None
+
+    def chunks(self) -> list[Chunk]:
+        """Return the chunks in processing order."""
+        return self.task.layout.chunks(self.chunk, self.task.reverse, halve_tail=True)
+
+    def slot_bytes(self, chunk: Chunk, states: States) -> int:
+        """Return the bytes of a chunk's slot."""
+        return sum(self.slot_parts(chunk, states))
+
+    def slot_parts(self, chunk: Chunk, states: States) -> list[int]:
+        """Return the bytes of its parts: what the backend saves, then the states before the chunk."""
+        assert isinstance(self.backend, ChunkedBackend)
+        own = self.backend.slot_bytes(self.task, chunk.rows, states[0].dtype)
+        return [_aligned(own), *(_aligned(state.numel() * state.element_size()) for state in states)]
+
+
+_ALIGNMENT = 256
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts(plan: Plan, chunk: Chunk, states: States, buffer: Tensor) -> tuple[Tensor, States]:
+    """Return the parts of a slot's buffer: the backend's, and the states, shaped like `states`."""
+    own, *rest = buffer.split(plan.slot_parts(chunk, states))
+    before = tuple(
+        part[: state.numel() * state.element_size()].view(state.dtype).view(state.shape)
+        for part, state in zip(rest, states, strict=True)
+    )
+    return own, before
 
 
 def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:
@@ -35,13 +106,11 @@ def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:
     """
     if isinstance(plan.backend, RecordingBackend) and plan.task.save == "gates":
         return plan.backend.run(plan.task, x, states)
-    assert isinstance(plan.backend, ChunkedBackend)
     flat, layers = _flatten(plan.task.layers)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *flat)):
         y, *finals = _Sequence.apply(plan, layers, len(states), x, *states, *flat)
     else:
-        plan = replace(plan, task=replace(plan.task, stack=None))
-        y, finals, _, _ = forward_pass(plan, x, states)
+        y, finals, _ = forward_pass(replace(plan, stack=None), x, states)
     return y.view(*x.shape[:-1], y.shape[-1]), tuple(finals)
 
 
@@ -57,30 +126,36 @@ def _unflatten(flat: list[Any], present: list[list[bool]]) -> list[list[Any]]:
     return [[next(items) if there else None for there in layer] for layer in present]
 
 
-def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[States], list[Handle | None]]:
+def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[Handle]]:
     """Run the chunks.
 
     Returns:
-        The output rows, the final states, the states between chunks, and the handle of what each chunk saved.
+        The output rows, the final states, and the handle of what each chunk saved.
     """
     task, layout = plan.task, plan.task.layout
     assert isinstance(plan.backend, ChunkedBackend)
     work = Workspace(x.device)
     y = x.new_empty(layout.rows, task.layers[-1].output_size)
-    borders: list[States] = []
-    handles: list[Handle | None] = []
-    for chunk in _chunks(plan):
-        rows = slice(chunk.start, chunk.stop)
-        if task.stack and handles:
-            borders.append(states)
-        states, handle = plan.backend.forward_chunk(task, chunk, layout.take(x, chunk), states, y[rows], work)
-        if task.stack:
-            handles.append(handle)
-    return y, states, borders, handles
+    handles: list[Handle] = []
+    for chunk in plan.chunks():
+        slot, own = _reserve(plan, chunk, states) if plan.stack else (None, None)
+        rows = y[chunk.start : chunk.stop]
+        states = plan.backend.forward_chunk(task, chunk, layout.take(x, chunk), states, rows, own, work)
+        if plan.stack:
+            # A view of the buffer would count as another user of it.
+            own = None
+            handles.append(plan.stack.push(slot))
+    return y, states, handles
 
 
-def _chunks(plan: Plan) -> list[Chunk]:
-    return plan.task.layout.chunks(plan.chunk, plan.task.reverse, halve_tail=True)
+def _reserve(plan: Plan, chunk: Chunk, states: States) -> tuple[Slot, Tensor]:
+    """Reserve a chunk's slot and save the states before it; return the slot and the part that is the backend's."""
+    assert plan.stack
+    slot = plan.stack.reserve(plan.slot_bytes(chunk, states))
+    own, before = _parts(plan, chunk, states, slot.buffer)
+    for part, state in zip(before, states, strict=True):
+        part.copy_(state)
+    return slot, own
 
 
 class _Sequence(torch.autograd.Function):
@@ -93,12 +168,12 @@ class _Sequence(torch.autograd.Function):
         states, flat = tensors[:n_states], list(tensors[n_states:])
         task = replace(plan.task, layers=_layers(flat, present))
         plan = replace(plan, task=task)
-        assert isinstance(plan.backend, ChunkedBackend) and task.stack
-        y, finals, borders, handles = forward_pass(plan, x, states)
+        assert isinstance(plan.backend, ChunkedBackend) and plan.stack
+        y, finals, handles = forward_pass(plan, x, states)
         reads_x, reads_y = plan.backend.needs(task.save, any(ctx.needs_input_grad[4 + n_states :]))
         # Everything that lives until the backward pass goes through autograd, which frees it right after and shows it
         # to saved-tensor hooks; the handles hold no tensors.
-        kept = [*states, *flat, *(state for before in borders for state in before), *task.stack.take()]
+        kept = [*states, *flat, *plan.stack.take()]
         ctx.save_for_backward(*([x] if reads_x else []), *([y] if reads_y else []), *kept)
         ctx.plan, ctx.handles = replace(plan, task=replace(task, layers=())), handles
         ctx.reads, ctx.present, ctx.n_states, ctx.shape = (reads_x, reads_y), present, n_states, x.shape
@@ -112,7 +187,6 @@ class _Sequence(torch.autograd.Function):
         y = next(saved) if ctx.reads[1] else None
         states = tuple(islice(saved, ctx.n_states))
         flat = list(islice(saved, sum(map(sum, ctx.present))))
-        borders = [states, *(tuple(islice(saved, ctx.n_states)) for _ in ctx.handles[1:])]
         plan = replace(ctx.plan, task=replace(ctx.plan.task, layers=_layers(flat, ctx.present)))
         if dy is not None:
             dy = dy.view(*ctx.shape[:-1], -1)
@@ -122,11 +196,11 @@ class _Sequence(torch.autograd.Function):
         needs_x, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4 + ctx.n_states :]
         dx = states[0].new_empty(plan.task.layout.rows, ctx.shape[-1]) if needs_x else None
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        plan.task.stack.give(list(saved))
+        plan.stack.give(list(saved))
         try:
-            dstates, sums = backward_pass(plan, x, y, borders, ctx.handles, dy, dfinals, dx, needs, keep)
+            dstates, sums = backward_pass(plan, x, y, states, ctx.handles, dy, dfinals, dx, needs, keep)
         finally:
-            plan.task.stack.take()
+            plan.stack.take()
         return None, None, None, None if dx is None else dx.view(ctx.shape), *dstates, *sums
 
 
@@ -138,8 +212,8 @@ def backward_pass(
     plan: Plan,
     x: Tensor | None,
     y: Tensor | None,
-    borders: list[States],
-    handles: list[Handle | None],
+    states: States,
+    handles: list[Handle],
     dy: Tensor | None,
     dfinals: tuple[Tensor | None, ...],
     dx: Tensor | None,
@@ -152,7 +226,7 @@ def backward_pass(
         plan: As in the forward pass.
         x: Input, or None where it is not read.
         y: Output rows [rows, P], or None where they are not read.
-        borders: The states before each chunk.
+        states: The initial states.
         handles: What each chunk pushed.
         dy: Gradient of the output, shaped as it, or None for zero.
         dfinals: Gradients of the final states, each None for zero.
@@ -164,7 +238,7 @@ def backward_pass(
         The gradients of the initial states, and those of the weights, None where not needed.
     """
     assert isinstance(plan.backend, ChunkedBackend)
-    task, layout, states = plan.task, plan.task.layout, borders[0]
+    task, layout = plan.task, plan.task.layout
     dtype, device = states[0].dtype, states[0].device
     flat, present = _flatten(task.layers)
     sums = [
@@ -178,21 +252,26 @@ def backward_pass(
     )
     work = Workspace(device)
     with torch.autocast(device.type, enabled=False):
-        for chunk, before, handle in reversed(list(zip(_chunks(plan), borders, handles, strict=True))):
+        for chunk, handle in reversed(list(zip(plan.chunks(), handles, strict=True))):
             grads.dx = None if dx is None else dx[chunk.start : chunk.stop]
+            own, before = _parts(plan, chunk, states, handle.get(writable=not keep))
             dstates = plan.backend.backward_chunk(
                 task,
                 chunk,
                 _take(layout, x, chunk),
                 _take(layout, y, chunk),
                 before,
-                handle,
+                own,
                 _adjacent(_take(layout, dy, chunk)),
                 dstates,
                 grads,
                 keep,
                 work,
             )
+            # Views of the buffer would count as other users of it.
+            del own, before
+            if not keep:
+                handle.release()
     return dstates, [None if total is None else total.to(dtype) for total in sums]
 
 
@@ -227,7 +306,7 @@ def _differentiable_backward(
     inputs = [tensor.view_as(tensor) for tensor in (x, *states, *flat)]
     n = 1 + ctx.n_states
     layers = _layers(inputs[n:], ctx.present)
-    y, finals = Reference().run(replace(task, layers=layers, stack=None), inputs[0], tuple(inputs[1:n]))
+    y, finals = Reference().run(replace(task, layers=layers), inputs[0], tuple(inputs[1:n]))
     pairs = [(out, dout) for out, dout in zip((y, *finals), douts, strict=True) if dout is not None]
     wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True) if needed]
     outputs, given = zip(*pairs, strict=True)

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+from fusedrnn.offload import OffloadConfig, OffloadHooks
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-10, 1e-12),
@@ -105,3 +108,18 @@ def results(
         found |= {"dh0": hx[0].grad, "dc0": hx[1].grad}
     found |= {f"d{name}": weight.grad for name, weight in module.named_parameters()}
     return {name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None}
+
+
+def full_device(**options: Any) -> OffloadConfig:
+    """Return a configuration as for a device that is full: all that may be spilled is, down to small tensors.
+
+    Args:
+        **options: Fields of `OffloadConfig` that shall differ.
+    """
+    small: dict[str, Any] = {"occupancy": lambda: 1.0, "min_bytes": 256, "ring_slots": 2, "chunk_bytes": 1024}
+    return OffloadConfig(**small | options)
+
+
+def offload_all() -> OffloadHooks:
+    """Return a `fusedrnn.offload()` for which the device is full, so that offloading can be tried on any machine."""
+    return OffloadHooks(full_device())

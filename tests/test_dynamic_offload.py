@@ -4,15 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-import fusedrnn.dynamic
 from fusedrnn.dynamic import dynamic_rnn
-from fusedrnn.offload import OffloadConfig, offload
+from fusedrnn.offload import OffloadConfig, offload, offloader
+from fusedrnn.testing import full_device
 
 T, B = 40, 4
-
-
-def full(**options):
-    return OffloadConfig(**{"occupancy": lambda: 1.0, "min_bytes": 256, "chunk_bytes": 1024, **options})
 
 
 def counters(off):
@@ -34,7 +30,7 @@ def train(cell, x, lengths=None, **options):
 def test_no_bit_changes(kind, lengths, save):
     cell, x = kind(24, 32), torch.randn(T, B, 24, requires_grad=True)
     expected = train(cell, x, lengths, save=save)
-    off = offload(full())
+    off = offload(full_device())
     for _ in range(2):
         before = counters(off).spills
         found = train(cell, x, lengths, save=save, swap_memory=off)
@@ -56,28 +52,27 @@ def test_a_function_with_a_history_of_its_own():
         y, _ = dynamic_rnn(cell, x, context, save="recompute", swap_memory=swap_memory)
         return [y, *torch.autograd.grad(y.square().sum(), [x, raw, *linear.parameters()])]
 
-    assert all(map(torch.equal, run(full()), run(False)))
+    assert all(map(torch.equal, run(full_device()), run(False)))
 
 
 def test_calls_with_one_configuration_share_an_offloader():
-    cell, x, config = nn.GRUCell(24, 32), torch.randn(T, B, 24, requires_grad=True), full()
-    for _ in range(3):
+    cell, x, config = nn.GRUCell(24, 32), torch.randn(T, B, 24, requires_grad=True), full_device()
+    shared = offloader("swap_memory", config)
+    for _ in range(2):
+        before = counters(shared).spills
         train(cell, x, swap_memory=config)
-    info = fusedrnn.dynamic._offloader.cache_info()
-    train(cell, x, swap_memory=config)
-    assert fusedrnn.dynamic._offloader.cache_info().hits == info.hits + 1
+        assert counters(shared).spills > before
 
 
 def test_on_the_cpu_it_says_that_it_is_inactive():
     cell, x = nn.GRUCell(24, 32), torch.randn(T, B, 24, requires_grad=True)
-    fusedrnn.dynamic._offloader.cache_clear()
     with pytest.warns(RuntimeWarning, match="offloading is inactive on cpu"):
-        found = train(cell, x, swap_memory=True)
+        found = train(cell, x, swap_memory=OffloadConfig(prefetch=3))
     assert all(map(torch.equal, found, train(cell, x)))
 
 
 def test_after_an_exception_the_next_call_is_exact():
-    inner, off = nn.GRUCell(24, 32), offload(full())
+    inner, off = nn.GRUCell(24, 32), offload(full_device())
     x = torch.randn(T, B, 24, requires_grad=True)
     expected = train(inner, x)
 
@@ -99,8 +94,8 @@ def test_after_an_exception_the_next_call_is_exact():
 def test_options_reach_the_offloader():
     cell, x = nn.LSTMCell(24, 32), torch.randn(T, B, 24, requires_grad=True)
     asked = []
-    train(cell, x, swap_memory=full(occupancy=lambda: asked.append(None) or 0.0))
+    train(cell, x, swap_memory=full_device(occupancy=lambda: asked.append(None) or 0.0))
     assert asked
-    off = offload(full(min_bytes=1 << 20))
+    off = offload(full_device(min_bytes=1 << 20))
     train(cell, x, swap_memory=off)
     assert counters(off).spills == 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import mul
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -78,38 +78,6 @@ def gpu_of(device: torch.device) -> DeviceInfo | None:
     return _device.device_info(device)
 
 
-class Handle(Protocol):
-    """A pushed buffer: `get` it before use, `release` it after; dropping it releases it too."""
-
-    def get(self, writable: bool = False) -> Tensor:
-        """Return the buffer, ready to be read on the current stream, and to be overwritten if `writable`."""
-
-    def release(self) -> None:
-        """Give the buffer back."""
-
-
-class Slot(Protocol):
-    """A reserved buffer that has not been pushed yet."""
-
-    buffer: Tensor
-
-
-class Stack(Protocol):
-    """Where the buffers of chunks wait for the backward pass."""
-
-    def reserve(self, nbytes: int) -> Slot:
-        """Return a slot whose `buffer` is a uint8 tensor [nbytes] that may be written on the current stream."""
-
-    def push(self, slot: Any) -> Handle:
-        """Take a slot whose content is final."""
-
-    def take(self) -> list[Tensor]:
-        """Hand over the tensors that autograd shall keep until the backward pass; none where the stack keeps them."""
-
-    def give(self, buffers: list[Tensor]) -> None:
-        """Put those tensors back at the start of the backward pass."""
-
-
 class Workspace:
     """Scratch buffers of one pass, each allocated once and used again by every chunk."""
 
@@ -136,7 +104,6 @@ class Task:
         layout: Where the rows lie.
         reverse: Whether time runs backwards.
         save: One of `SAVE_MODES`.
-        stack: Where chunk buffers wait for the backward pass; None where nothing is saved.
     """
 
     cell: CellSpec
@@ -144,7 +111,6 @@ class Task:
     layout: SequenceLayout
     reverse: bool = False
     save: str = "gates"
-    stack: Stack | None = None
 
 
 @dataclass
@@ -185,7 +151,7 @@ class ChunkedBackend(Backend):
     """A backend that computes chunk by chunk and writes its own backward pass."""
 
     def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
-        """Return the bytes that a chunk of `rows` rows pushes; 0 where it pushes nothing."""
+        """Return the bytes that a chunk of `rows` rows saves for the backward pass."""
         return 0
 
     def chunk_steps(self, call: Call) -> int:
@@ -193,21 +159,22 @@ class ChunkedBackend(Backend):
         raise NotImplementedError
 
     def forward_chunk(
-        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, work: Workspace
-    ) -> tuple[States, Handle | None]:
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+    ) -> States:
         """Compute one chunk.
 
         Args:
-            task: The layers; `task.stack` is None where no backward pass will follow.
+            task: The layers.
             chunk: Which steps.
             x: Input rows [rows, I].
             states: States before the chunk, each [layers, B, ...].
             y: Output rows [rows, P], to be written.
+            slot: uint8 [slot_bytes], to be filled with what `backward_chunk` needs; None where no backward pass
+                follows.
             work: Scratch buffers.
 
         Returns:
-            The states after the chunk (new tensors), and the handle of what was pushed for `backward_chunk`, if
-            anything was.
+            The states after the chunk (new tensors).
         """
         raise NotImplementedError
 
@@ -218,7 +185,7 @@ class ChunkedBackend(Backend):
         x: Tensor | None,
         y: Tensor | None,
         states: States,
-        saved: Handle | None,
+        slot: Tensor,
         dy: Tensor | None,
         dstates: States,
         grads: Gradients,
@@ -233,11 +200,11 @@ class ChunkedBackend(Backend):
             x: Input rows [rows, I]; None where `needs` said that they are not read.
             y: Output rows [rows, P]; None where not read.
             states: States before the chunk.
-            saved: The handle that `forward_chunk` returned.
-            dy: Gradient of y [rows, P], or None for zero.
+            slot: uint8 [slot_bytes], as `forward_chunk` filled it.
+            dy: Gradient of y [rows, P], columns adjacent, or None for zero.
             dstates: Gradients of the states after the chunk, which may be overwritten.
             grads: Where the results go.
-            keep: Whether the graph is kept for another backward pass, so that nothing saved may be changed.
+            keep: Whether the graph is kept for another backward pass, so that the slot may not be changed.
             work: Scratch buffers.
 
         Returns:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import SAVE_MODES, Call, ChunkedBackend, Gradients, Handle, Task, Workspace
+from fusedrnn.backends.base import SAVE_MODES, Call, ChunkedBackend, Gradients, Task, Workspace
 from fusedrnn.cells import States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
 
@@ -109,14 +109,13 @@ class FusedBackend(ChunkedBackend):
         return again, again
 
     def forward_chunk(
-        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, work: Workspace
-    ) -> tuple[States, Handle | None]:
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+    ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
-        fields = _fields(task, chunk.rows, x.dtype) if task.stack else []
-        slot = task.stack.reserve(fields[-1].stop) if task.stack and fields else None
+        fields = _fields(task, chunk.rows, x.dtype)
         finals = []
         for index, weights in enumerate(task.layers):
-            buffers = _buffers(task, index, chunk.rows, fields, slot.buffer if slot else None, y, x.dtype, work)
+            buffers = _buffers(task, index, chunk.rows, fields, slot, y, x.dtype, work)
             _project(x, weights, buffers.gates)
             finals.append(
                 self.recurrence_forward(
@@ -125,13 +124,13 @@ class FusedBackend(ChunkedBackend):
                     states[0][index],
                     states[1][index],
                     chunk.steps,
-                    store=bool(task.stack) and task.save == "gates",
+                    store=slot is not None and task.save == "gates",
                     work=work,
                 )
             )
             x = buffers.h
         h, c = (torch.stack(state) for state in zip(*finals, strict=True))
-        return (h, c), task.stack.push(slot) if task.stack and slot else None
+        return h, c
 
     def backward_chunk(
         self,
@@ -140,7 +139,7 @@ class FusedBackend(ChunkedBackend):
         x: Tensor | None,
         y: Tensor | None,
         states: States,
-        saved: Handle | None,
+        slot: Tensor,
         dy: Tensor | None,
         dstates: States,
         grads: Gradients,
@@ -148,7 +147,6 @@ class FusedBackend(ChunkedBackend):
         work: Workspace,
     ) -> States:
         """See `ChunkedBackend.backward_chunk`."""
-        slot = saved.get(writable=not keep) if saved else None
         dtype = states[0].dtype
         fields = _fields(task, chunk.rows, dtype)
         dh, dc = dstates
@@ -175,8 +173,6 @@ class FusedBackend(ChunkedBackend):
                 )
             elif grads.dx is not None:
                 torch.mm(buffers.gates, weights.weight_ih, out=grads.dx)
-        if saved and not keep:
-            saved.release()
         return dh, dc
 
     def _pre_activations(

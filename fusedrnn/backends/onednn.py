@@ -13,7 +13,6 @@ from fusedrnn.backends.base import (
     Call,
     ChunkedBackend,
     Gradients,
-    Handle,
     RecordingBackend,
     Task,
     Workspace,
@@ -92,12 +91,12 @@ class OneDNN(RecordingBackend, ChunkedBackend):
         return True, False
 
     def forward_chunk(
-        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, work: Workspace
-    ) -> tuple[States, None]:
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+    ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
         out, states = _operator(task, x.view(len(chunk.steps), -1, x.shape[-1]), states, record=False)
         y.copy_(out.view_as(y))
-        return states, None
+        return states
 
     def backward_chunk(
         self,
@@ -106,7 +105,7 @@ class OneDNN(RecordingBackend, ChunkedBackend):
         x: Tensor | None,
         y: Tensor | None,
         states: States,
-        saved: Handle | None,
+        slot: Tensor,
         dy: Tensor | None,
         dstates: States,
         grads: Gradients,

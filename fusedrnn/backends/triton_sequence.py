@@ -94,7 +94,9 @@ def _precision(dtype: torch.dtype) -> str:
     if dtype != torch.float32:
         return "ieee"
     asked = torch.backends.cuda.matmul.fp32_precision
-    return "tf32" if (torch.backends.fp32_precision if asked == "none" else asked) == "tf32" else "ieee"
+    if asked == "none":
+        asked = torch.backends.fp32_precision  # type: ignore[attr-defined]  # torch's stubs lack it
+    return "tf32" if asked == "tf32" else "ieee"
 
 
 def _pick(B: int, H: int, dtype: torch.dtype, gpu: DeviceInfo) -> Union["Config", str]:

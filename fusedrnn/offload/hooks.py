@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -199,22 +200,26 @@ class OffloadHooks(Offloader):
     def __init__(self, config: OffloadConfig | None = None):
         super().__init__(config)
         self._packers: dict[torch.device, _Packer] = {}
-        self._entered: list[saved_tensors_hooks | None] = []
+        self._entered = threading.local()
 
     def __enter__(self) -> Self:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        hooks = saved_tensors_hooks(self._pack, _unpack) if outer is None else None
+        hooks = self.hooks() if outer is None else None
         if hooks is not None:
             hooks.__enter__()
-        self._entered.append(hooks)
+        self._entered.__dict__.setdefault("hooks", []).append(hooks)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        hooks = self._entered.pop()
+        hooks = self._entered.hooks.pop()
         if hooks is not None:
             hooks.__exit__()
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return a context in which what this thread saves goes through the scheduler, whatever hooks are outside."""
+        return saved_tensors_hooks(self._pack, _unpack)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -248,6 +253,44 @@ def offload(config: OffloadConfig | None = None) -> OffloadHooks:
         config: When and into how much memory; None for the defaults.
     """
     return OffloadHooks(config)
+
+
+def innermost() -> OffloadHooks | None:
+    """Return the offloader in whose context the calling thread is, None if there is none or other hooks are inside."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, OffloadHooks) else None
+
+
+@lru_cache(maxsize=16)
+def _shared(config: OffloadConfig) -> OffloadHooks:
+    return OffloadHooks(config)
+
+
+def offloader(name: str, value: object) -> OffloadHooks | None:
+    """Return the offloader that an argument stands for, or None for False.
+
+    Equal configurations share one: one ring, one pool of host memory, one order of what is oldest.
+
+    Args:
+        name: The argument's name.
+        value: True, False, an `OffloadConfig`, or what `offload()` returned.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if value is False:
+        return None
+    if value is True:
+        value = OffloadConfig()
+    if isinstance(value, OffloadConfig):
+        return _shared(value)
+    if isinstance(value, OffloadHooks):
+        return value
+    raise TypeError(
+        f"`{name}` must be True, False, an OffloadConfig or what `fusedrnn.offload()` returns, got "
+        f"{type(value).__name__}"
+    )
 
 
 def _unpack(packed: "_Part | _Kept") -> Tensor:

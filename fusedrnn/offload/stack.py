@@ -152,10 +152,10 @@ class Offloader:
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offloader":
-        return Offloader(self.config)
+        return type(self)(self.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Offloader, (self.config,)
+        return type(self), (self.config,)
 
     def stack(self, device: torch.device, expected: int = 0) -> ActivationStack | ResidentStack:
         """Return the stack for one forward call on `device`.
@@ -169,11 +169,17 @@ class Offloader:
             expected: Bytes that will be pushed in all, if known.
         """
         scheduler = self.scheduler(device)
-        if scheduler is None or scheduler.device.is_capturing():
-            return ResidentStack(device)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if scheduler is None or not self.is_active(device):
             return ResidentStack(device)
         return ActivationStack(scheduler, expected)
+
+    def is_active(self, device: torch.device) -> bool:
+        """Return whether what is saved on `device` now would go through the scheduler; see `stack`."""
+        scheduler = self.scheduler(device)
+        if scheduler is None or scheduler.device.is_capturing():
+            return False
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is None or getattr(hooks[0], "__self__", None) is self
 
     def scheduler(self, device: torch.device) -> Scheduler | None:
         """Return the scheduler of `device`, or None where offloading is inactive, which is said once."""
