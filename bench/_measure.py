@@ -132,6 +132,11 @@ def _status(key: str) -> int:
     return 0
 
 
+def resident_bytes() -> int:
+    """Return the size of this process's memory, in bytes."""
+    return _status("VmRSS")
+
+
 def peak_bytes(step: Callable[[], None], device: str = "cpu") -> int:
     """Run a function once and return the peak of memory above its start, in bytes."""
     if device.startswith("cuda"):
@@ -141,7 +146,7 @@ def peak_bytes(step: Callable[[], None], device: str = "cpu") -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - start
-    start = _status("VmRSS")
+    start = resident_bytes()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts again from here
         step()

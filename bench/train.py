@@ -23,10 +23,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedrnn
-from fusedrnn.bench._measure import OURS, TORCH, Job, check_numerics, peak_bytes, synchronize
+from fusedrnn.bench._measure import (
+    OURS,
+    TORCH,
+    Job,
+    NumericsError,
+    check_numerics,
+    peak_bytes,
+    resident_bytes,
+    synchronize,
+)
 from fusedrnn.bench._report import console, mib, row, table
 
 EMBEDDING = 32
+OFFLOADING = f"{OURS}, offloading"
 
 
 @dataclass(frozen=True)
@@ -60,12 +70,34 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave: bits per character and seconds of each step, peak memory above the start, and a sample."""
+    """What a run gave.
+
+    Args:
+        bits: Bits per character of each step.
+        seconds: Seconds of each step.
+        peak: Peak memory above the start, in bytes.
+        moved: Bytes that went to the host, over all steps.
+        sample: What the model writes afterwards.
+    """
 
     bits: list[float]
     seconds: list[float]
     peak: int
+    moved: int
     sample: str
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A source of occupancy: the memory that this process uses on `device`, as a fraction of `nbytes`."""
+
+    device: str
+    nbytes: int
+
+    def __call__(self) -> float:
+        """Return the fraction."""
+        used = torch.cuda.memory_allocated(self.device) if self.device.startswith("cuda") else resident_bytes()
+        return min(1.0, used / self.nbytes)
 
 
 @cache
@@ -155,7 +187,9 @@ def train(config: Config, report: Callable[[int, float, float, int], None] = lam
             synchronize(config.device)
         seconds.append(time.perf_counter() - start)
         report(number + 1, bits[-1], config.batch * config.length / seconds[-1], peak)
-    return Result(bits, seconds, peak, sample(model, alphabet, config))
+    offloader = getattr(model.rnn, "offloader", None)
+    moved = 0 if offloader is None else offloader.stats().spilled_bytes
+    return Result(bits, seconds, peak, moved, sample(model, alphabet, config))
 
 
 class _Loss(nn.Module):
@@ -211,38 +245,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", default="auto", help="save= of fusedrnn.LSTM (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="backend= of fusedrnn.LSTM (default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="train torch.nn.LSTM from the same start beside it")
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="train once more with offloading and check that every loss is the same bit by bit; unless named otherwise "
+        "with save=gates, on the CPU with backend=torch_step",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=1,
+        metavar="MIB",
+        help="with --offload: memory that counts as full (default: %(default)s, so that everything moves)",
+    )
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the command and return its rows."""
     check_numerics([Job(mode, 1, 1, 1, 1, device=args.device) for mode in ("torch", args.save)])
-    options = {"save": args.save, "backend": args.backend}
-    kernels = [OURS, TORCH] if args.compare else [OURS]
     found = {}
     with _bars(args) as bars:
-        for kernel in kernels:
-            config = Config(
-                kernel,
-                args.length,
-                args.steps,
-                args.batch,
-                args.hidden,
-                args.layers,
-                args.lr,
-                args.seed,
-                args.device,
-                options,
-            )
-            bar = bars.add_task(kernel, total=args.steps, bits=0.0, speed=0.0, peak="")
-            found[kernel] = _run(
+        for name, config in _contenders(args).items():
+            bar = bars.add_task(name, total=args.steps, bits=0.0, speed=0.0, peak="")
+            found[name] = _run(
                 config,
                 lambda n, bits, speed, peak, bar=bar: bars.update(  # type: ignore[misc]
                     bar, completed=n, bits=bits, speed=speed, peak=mib(peak)
                 ),
             )
+    if args.offload and found[OFFLOADING].bits != found[OURS].bits:
+        raise NumericsError(f"offloading changed the losses: {found[OFFLOADING].bits} instead of {found[OURS].bits}")
     if int(os.environ.get("RANK", "0")) > 0:
         return []
     return _show(args, found)
+
+
+def _contenders(args: argparse.Namespace) -> dict[str, Config]:
+    """Return what to train, by the name in the table."""
+    options: dict[str, Any] = {"save": args.save, "backend": args.backend}
+    if args.offload:
+        options["save"] = "gates" if args.save == "auto" else args.save
+        # What torch's own operator keeps is out of reach.
+        options["backend"] = "torch_step" if args.backend == "auto" and args.device == "cpu" else args.backend
+    sizes = (args.length, args.steps, args.batch, args.hidden, args.layers, args.lr, args.seed, args.device)
+    found = {OURS: Config(OURS, *sizes, options)}
+    if args.offload:
+        limit = fusedrnn.OffloadConfig(occupancy=Limit(args.device, args.limit << 20))
+        found[OFFLOADING] = Config(OURS, *sizes, options | {"offload": limit})
+    if args.compare:
+        found[TORCH] = Config(TORCH, *sizes)
+    return found
 
 
 def _show(args: argparse.Namespace, found: dict[str, Result]) -> list[dict[str, Any]]:
@@ -250,22 +302,27 @@ def _show(args: argparse.Namespace, found: dict[str, Result]) -> list[dict[str, 
     shape = f"T={args.length} B={args.batch} I={EMBEDDING} H={args.hidden} L={args.layers} float32"
     rows, lines = [], []
     for kernel, result in found.items():
-        mode = args.save if kernel == OURS else "torch"
+        mode = "torch" if kernel == TORCH else args.save + (", offload" if kernel == OFFLOADING else "")
         speeds = [args.batch * args.length / seconds for seconds in result.seconds[1:] or result.seconds]
         for metric, values in (
             ("bits_per_character", result.bits[-5:]),
             ("characters_per_second", speeds),
             ("peak_bytes", [result.peak]),
+            ("moved_bytes_per_step", [result.moved / args.steps]),
         ):
-            rows.append(row(kernel, mode, metric, shape, values, args.device))
-        speed = rows[-2]["p50"]
-        lines.append((kernel, f"{result.bits[0]:.3f}", f"{result.bits[-1]:.3f}", f"{speed:,.0f}", mib(result.peak)))
+            rows.append(row(TORCH if kernel == TORCH else OURS, mode, metric, shape, values, args.device))
+        speed = rows[-3]["p50"]
+        moved = mib(result.moved / args.steps)
+        bits = f"{result.bits[0]:.3f}", f"{result.bits[-1]:.3f}"
+        lines.append((kernel, *bits, f"{speed:,.0f}", mib(result.peak), moved))
     table(
         f"Character model: {args.length:,} characters in one backward pass, batch {args.batch}, {args.hidden} units",
-        ("", "bits/char, first", "last", "characters/s", "peak"),
+        ("", "bits/char, first", "last", "characters/s", "peak", "to the host, per step"),
         lines,
         caption="memory above the start of the first step; each contender in a process of its own",
     )
+    if args.offload:
+        console.print(f"all {args.steps} losses are the same, bit by bit, with offloading and without", style="green")
     console.print("what it writes:", style="dim")
     console.print(found[OURS].sample, markup=False, highlight=False)
     return rows

@@ -101,3 +101,24 @@ def test_peak_memory_sees_a_known_allocation():
 
 def test_percentiles_are_interpolated():
     assert _report.percentiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == pytest.approx((2.0, 3.5, 5.0))
+
+
+def test_training_with_offloading_gives_the_same_losses(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    assert main(["train", "--quiet", "--offload", "--json", str(file), *TINY["train"]]) == 0
+    assert "all 3 losses are the same, bit by bit" in capsys.readouterr().out
+    moved = {
+        row["mode"]: row["p50"]
+        for row in map(json.loads, file.read_text().splitlines())
+        if row["metric"] == "moved_bytes_per_step"
+    }
+    assert moved["auto"] == 0 and moved["auto, offload"] > 0
+
+
+def test_a_loss_that_offloading_changes_is_an_error(monkeypatch, capsys):
+    from fusedrnn.bench import train
+
+    results = iter([train.Result([2.0], [1.0], 0, 0, ""), train.Result([2.5], [1.0], 0, 0, "")])
+    monkeypatch.setattr(train, "_run", lambda config, report: next(results))
+    assert main(["train", "--quiet", "--offload", *TINY["train"]]) == 1
+    assert "offloading changed the losses" in capsys.readouterr().out

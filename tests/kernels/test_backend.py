@@ -8,7 +8,7 @@ import fusedrnn
 from fusedrnn.backends import BACKENDS
 from fusedrnn.backends.graphs import GraphCache
 from fusedrnn.kernels import _device
-from fusedrnn.testing import assert_close, assert_no_worse_than_torch, poisoned, results, twin
+from fusedrnn.testing import assert_close, assert_no_worse_than_torch, offload_all, poisoned, results, twin
 
 KINDS = {
     "one layer": {},
@@ -144,3 +144,18 @@ def test_products_of_float32_follow_the_switches_of_torch(monkeypatch, general, 
         assert triton_sequence._precision(torch.bfloat16) == "ieee"
     finally:
         torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("backend", ["triton_step", "triton_sequence"])
+@pytest.mark.parametrize("save", ["gates", "cells", "hidden"])
+def test_offloading_changes_no_bit(sequence, backend, save):
+    """One result each way: what is on the device in between is spilled, fetched and overwritten."""
+    found = []
+    for offload in (False, offload_all()):
+        torch.manual_seed(0)
+        module = fusedrnn.LSTM(
+            16, 16, num_layers=2, backend=backend, save=save, chunk=1, device=sequence, offload=offload
+        )
+        found.append(results(module, torch.randn(5, 2, 16, device=sequence)))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert module.offloader.scheduler(sequence).counters.spills > 0
