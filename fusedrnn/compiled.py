@@ -18,46 +18,60 @@ from fusedrnn.sequence import Plan, backward_pass, forward_pass
 
 
 def run(
-    layers: tuple[Weights, ...], reverse: bool, x: Tensor, states: States, backend: str, save: str, chunk: int | str
+    parts: list[tuple[Weights, ...]],
+    reverses: list[bool],
+    x: Tensor,
+    states: States,
+    backend: str,
+    save: str,
+    chunk: int | str,
 ) -> tuple[Tensor, States]:
-    """Compute a stack of layers as `fusedrnn.sequence.run` does, as one operator in the graph.
+    """Compute a stack of layers, or both directions of one, as `fusedrnn.sequence.run` does, in one operator.
 
     Args:
-        layers: Weights of the layers.
-        reverse: Whether time runs backwards.
+        parts: Weights of the layers, per direction.
+        reverses: Per direction, whether time runs backwards.
         x: Input [T, B, I].
-        states: Initial states, each [layers, B, width].
+        states: Initial states, each [directions * layers, B, width].
         backend: As for `fusedrnn.LSTM`.
         save: As for `fusedrnn.LSTM`.
         chunk: As for `fusedrnn.LSTM`.
 
     Returns:
-        The output [T, B, P] and the final states.
+        The output [T, B, directions * P] and the final states.
     """
+    layers = [weights for part in parts for weights in part]
     flat = [weight for weights in layers for weight in weights if weight is not None]
     present = [weight is not None for weights in layers for weight in weights]
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *flat))
     steps = 0 if isinstance(chunk, str) else chunk
-    y, h, c, *_ = torch.ops.fusedrnn.layers(x, list(states), flat, present, reverse, backend, save, steps, grad)
+    y, h, c, *_ = torch.ops.fusedrnn.layers(x, list(states), flat, present, reverses, backend, save, steps, grad)
     return y, (h, c)
 
 
 def _plan(
-    x: Tensor, flat: list[Tensor], present: list[bool], reverse: bool, backend: str, save: str, steps: int, grad: bool
+    x: Tensor,
+    flat: list[Tensor],
+    present: list[bool],
+    reverses: list[bool],
+    backend: str,
+    save: str,
+    steps: int,
+    grad: bool,
 ) -> Plan:
     """Choose who runs the operator, as for an eager call, among the backends that write their own backward pass."""
     tensors = iter(flat)
     weights = [next(tensors) if there else None for there in present]
     width = len(Weights._fields)
-    layers = tuple(Weights(*weights[k : k + width]) for k in range(0, len(weights), width))  # type: ignore[arg-type]
+    layers = [Weights(*weights[k : k + width]) for k in range(0, len(weights), width)]  # type: ignore[arg-type]
     call = Call(
         T=int(x.shape[0]),
         B=int(x.shape[1]),
         I=int(x.shape[2]),
         H=int(layers[0].hidden_size),
         P=int(layers[0].output_size),
-        layers=len(layers),
-        directions=1,
+        layers=len(layers) // len(reverses),
+        directions=len(reverses),
         dtype=x.dtype,
         device=x.device.type,
         grad=grad,
@@ -66,8 +80,8 @@ def _plan(
     )
     choice = choose(call, backend, save, steps or "auto")
     layout = SequenceLayout(call.T, call.B)
-    task = Task(LSTM, layers, layout, reverse, choice.save)
-    return Plan(task, choice.backend, choice.chunk, ResidentStack(x.device) if grad else None)
+    tasks = tuple(Task(LSTM, (), layout, reverse, choice.save) for reverse in reverses)
+    return Plan(tasks, choice.backend, choice.chunk, ResidentStack(x.device) if grad else None).with_layers(layers)
 
 
 @torch.library.custom_op("fusedrnn::layers", mutates_args=())
@@ -76,14 +90,14 @@ def _layers(
     states: list[Tensor],
     weights: list[Tensor],
     present: list[bool],
-    reverse: bool,
+    reverses: list[bool],
     backend: str,
     save: str,
     steps: int,
     grad: bool,
 ) -> list[Tensor]:
-    """Return the output [T, B, P], the final states, and the chunks' buffers."""
-    plan = _plan(x, weights, present, reverse, backend, save, steps, grad)
+    """Return the output [T, B, directions * P], the final states, and the chunks' buffers."""
+    plan = _plan(x, weights, present, reverses, backend, save, steps, grad)
     y, finals, _ = forward_pass(plan, x, tuple(states))
     return [y.view(*x.shape[:2], -1), *finals, *(plan.stack.take() if plan.stack else [])]
 
@@ -94,16 +108,17 @@ def _layers_fake(
     states: list[Tensor],
     weights: list[Tensor],
     present: list[bool],
-    reverse: bool,
+    reverses: list[bool],
     backend: str,
     save: str,
     steps: int,
     grad: bool,
 ) -> list[Tensor]:
-    plan = _plan(x, weights, present, reverse, backend, save, steps, grad)
-    out = [x.new_empty(*x.shape[:2], plan.task.layers[-1].output_size)]
+    plan = _plan(x, weights, present, reverses, backend, save, steps, grad)
+    out = [x.new_empty(*x.shape[:2], len(reverses) * plan.tasks[0].layers[-1].output_size)]
     out += [torch.empty_like(state, memory_format=torch.contiguous_format) for state in states]
-    sizes = [plan.slot_bytes(chunk, tuple(states)) for chunk in plan.chunks()] if grad else []
+    entered = plan.states(0, tuple(states))
+    sizes = [plan.slot_bytes(chunk, entered) for _, chunk in plan.chunks()] if grad else []
     return out + [x.new_empty(size, dtype=torch.uint8) for size in sizes]
 
 
@@ -116,7 +131,7 @@ def _layers_backward(
     buffers: list[Tensor],
     weights: list[Tensor],
     present: list[bool],
-    reverse: bool,
+    reverses: list[bool],
     backend: str,
     save: str,
     steps: int,
@@ -124,12 +139,12 @@ def _layers_backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """Return the gradients of the input (if it needs one), of the states, and of the weights that need one."""
-    plan = _plan(x, weights, present, reverse, backend, save, steps, grad=True)
+    plan = _plan(x, weights, present, reverses, backend, save, steps, grad=True)
     stack = plan.stack
     assert isinstance(stack, ResidentStack)
     stack.give(buffers)
-    dx = x.new_empty(plan.task.layout.rows, x.shape[2]) if needs_x else None
-    rows = y.view(plan.task.layout.rows, -1)
+    dx = x.new_empty(plan.layout.rows, x.shape[2]) if needs_x else None
+    rows = y.view(plan.layout.rows, -1)
     dstates, sums = backward_pass(
         plan, x, rows, tuple(states), [*stack.handles()], grads[0], tuple(grads[1:]), dx, tuple(needs), keep=True
     )
@@ -145,7 +160,7 @@ def _layers_backward_fake(
     buffers: list[Tensor],
     weights: list[Tensor],
     present: list[bool],
-    reverse: bool,
+    reverses: list[bool],
     backend: str,
     save: str,
     steps: int,

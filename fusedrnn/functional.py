@@ -18,7 +18,7 @@ from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, innermost, offloader
 from fusedrnn.offload.resident import ResidentStack
-from fusedrnn.sequence import Plan, run
+from fusedrnn.sequence import Plan, Stack, run
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _run_stages(
     directions: int,
     dropout: float,
     reverse: bool,
-    run_stage: Callable[[tuple[Weights, ...], bool, Tensor, States], tuple[Tensor, States]],
+    run_stage: Callable[[list[tuple[Weights, ...]], list[bool], Tensor, States], tuple[Tensor, States]],
 ) -> tuple[Tensor, States]:
     """Run the layers in stages: chunks pass through all layers of a stage before the next chunk starts.
 
@@ -170,16 +170,12 @@ def _run_stages(
     depth = 1 if directions == 2 or dropout else len(layers)
     finals = []
     for first in range(0, len(layers), depth * directions):
-        outputs = []
-        for direction in range(directions):
-            rows = slice(first + direction, first + direction + depth)
-            y, after = run_stage(
-                tuple(layers[rows]), reverse or direction == 1, x, tuple(state[rows] for state in states)
-            )
-            outputs.append(y)
-            finals.append(after)
-        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and first + depth * directions < len(layers):
+        last = first + depth * directions
+        parts = [tuple(layers[k : k + depth]) for k in range(first, last, depth)]
+        reverses = [reverse] if directions == 1 else [False, True]
+        x, after = run_stage(parts, reverses, x, tuple(state[first:last] for state in states))
+        finals.append(after)
+        if dropout and last < len(layers):
             x = F.dropout(x, dropout, training=True)
     if len(finals) == 1:
         return x, finals[0]
@@ -190,24 +186,25 @@ def _eager(
     choice: Choice,
     layout: SequenceLayout,
     offload: OffloadHooks | None,
-    layers: tuple[Weights, ...],
-    reverse: bool,
+    parts: list[tuple[Weights, ...]],
+    reverses: list[bool],
     x: Tensor,
     states: States,
 ) -> tuple[Tensor, States]:
     """Run one stage through the autograd function."""
-    plan = Plan(Task(LSTM, layers, layout, reverse, choice.save), choice.backend, choice.chunk)
-    if offload is None or not isinstance(choice.backend, ChunkedBackend):
-        return run(replace(plan, stack=ResidentStack(x.device)), x, states)
-    expected = sum(plan.slot_bytes(chunk, states) for chunk in plan.chunks())
-    return run(replace(plan, stack=offload.stack(x.device, expected)), x, states)
+    tasks = [Task(LSTM, layers, layout, reverse, choice.save) for layers, reverse in zip(parts, reverses, strict=True)]
+    plan = Plan(tuple(tasks), choice.backend, choice.chunk)
+    stack: Stack = ResidentStack(x.device)
+    if offload is not None and isinstance(choice.backend, ChunkedBackend):
+        stack = offload.stack(x.device, plan.expected_bytes(states))
+    return run(replace(plan, stack=stack), x, states)
 
 
 def _compiled(
-    options: Options, layers: tuple[Weights, ...], reverse: bool, x: Tensor, states: States
+    options: Options, parts: list[tuple[Weights, ...]], reverses: list[bool], x: Tensor, states: States
 ) -> tuple[Tensor, States]:
     """Run one stage as an operator of torch.library."""
-    return run_compiled(layers, reverse, x, states, options.backend, options.save, options.chunk)
+    return run_compiled(parts, reverses, x, states, options.backend, options.save, options.chunk)
 
 
 def check_states(

@@ -1,5 +1,6 @@
 """The autograd function: chunks forward, chunks backward. It knows neither which cell runs nor how it is computed."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -47,33 +48,59 @@ class Stack(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """A task, who runs it, in which pieces, and where they wait for the backward pass.
+    """What to compute, who does it, in which pieces, and where they wait for the backward pass.
 
     Args:
-        task: What to compute.
+        tasks: What to compute: one task per direction, alike but for their weights. Each has its columns of the output
+            and its part of the states.
         backend: Who computes it.
         chunk: Timesteps per chunk.
         stack: Takes the chunks' buffers; None where nothing is saved.
     """
 
-    task: Task
+    tasks: tuple[Task, ...]
     backend: Backend
     chunk: int
     stack: Stack | None = None
 
-    def chunks(self) -> list[Chunk]:
-        """Return the chunks in processing order."""
-        return self.task.layout.chunks(self.chunk, self.task.reverse, halve_tail=True)
+    @property
+    def layout(self) -> SequenceLayout:
+        """Where the rows lie."""
+        return self.tasks[0].layout
+
+    def chunks(self) -> Iterator[tuple[int, Chunk]]:
+        """Yield the chunks in processing order, each with the number of its task."""
+        for index, task in enumerate(self.tasks):
+            for chunk in task.layout.chunks(self.chunk, task.reverse, halve_tail=True):
+                yield index, chunk
+
+    def with_layers(self, layers: list[Weights]) -> "Plan":
+        """Return the plan for other weights; for none, one that keeps no weights alive."""
+        depth = len(layers) // len(self.tasks)
+        parts = [tuple(layers[k * depth : (k + 1) * depth]) for k in range(len(self.tasks))]
+        return replace(self, tasks=tuple(replace(t, layers=part) for t, part in zip(self.tasks, parts, strict=True)))
+
+    def states(self, index: int, states: States) -> States:
+        """Return a task's part of the states, views."""
+        return tuple(state.tensor_split(len(self.tasks))[index] for state in states)
+
+    def columns(self, index: int, rows: Tensor) -> Tensor:
+        """Return a task's columns of the output, or of its gradient, a view."""
+        return rows.tensor_split(len(self.tasks), -1)[index]
 
     def slot_bytes(self, chunk: Chunk, states: States) -> int:
-        """Return the bytes of a chunk's slot."""
+        """Return the bytes of a chunk's slot; `states` are a task's."""
         return sum(self.slot_parts(chunk, states))
 
     def slot_parts(self, chunk: Chunk, states: States) -> list[int]:
         """Return the bytes of its parts: what the backend saves, then the states before the chunk."""
         assert isinstance(self.backend, ChunkedBackend)
-        own = self.backend.slot_bytes(self.task, chunk.rows, states[0].dtype)
+        own = self.backend.slot_bytes(self.tasks[0], chunk.rows, states[0].dtype)
         return [_aligned(own), *(_aligned(state.numel() * state.element_size()) for state in states)]
+
+    def expected_bytes(self, states: States) -> int:
+        """Return the bytes of all slots."""
+        return sum(self.slot_bytes(chunk, self.states(index, states)) for index, chunk in self.chunks())
 
 
 _ALIGNMENT = 256
@@ -99,23 +126,34 @@ def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:
     Args:
         plan: What to compute and how.
         x: Input [T, B, I], or rows [rows, I] where the layout is packed.
-        states: Initial states, each [layers, B, width]; the first in the dtype of x, the others in `state_dtype`.
+        states: Initial states, each [tasks * layers, B, width]; the first in the dtype of x, the others in
+            `state_dtype`.
 
     Returns:
-        The output ([T, B, P] or rows [rows, P]) and the final states.
+        The output ([T, B, directions * P] or rows [rows, directions * P]) and the final states.
     """
-    if isinstance(plan.backend, RecordingBackend) and plan.task.save == "gates":
-        return plan.backend.run(plan.task, x, states)
-    flat, layers = _flatten(plan.task.layers)
+    if isinstance(plan.backend, RecordingBackend) and plan.tasks[0].save == "gates":
+        return _recorded(plan, plan.backend, x, states)
+    flat, present = _flatten(plan)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *flat)):
-        y, *finals = _Sequence.apply(plan, layers, len(states), x, *states, *flat)
+        y, *finals = _Sequence.apply(plan, present, len(states), x, *states, *flat)
     else:
         y, finals, _ = forward_pass(replace(plan, stack=None), x, states)
     return y.view(*x.shape[:-1], y.shape[-1]), tuple(finals)
 
 
-def _flatten(layers: tuple[Weights, ...]) -> tuple[list[Tensor], list[list[bool]]]:
+def _recorded(plan: Plan, backend: RecordingBackend, x: Tensor, states: States) -> tuple[Tensor, States]:
+    """Run the tasks of a plan for autograd to record."""
+    results = [backend.run(task, x, plan.states(index, states)) for index, task in enumerate(plan.tasks)]
+    if len(results) == 1:
+        return results[0]
+    outputs, finals = zip(*results, strict=True)
+    return torch.cat(outputs, -1), tuple(map(torch.cat, zip(*finals, strict=True)))
+
+
+def _flatten(plan: Plan) -> tuple[list[Tensor], list[list[bool]]]:
     """Return the weights that are there, and which those are."""
+    layers = [weights for task in plan.tasks for weights in task.layers]
     present = [[weight is not None for weight in weights] for weights in layers]
     return [weight for weights in layers for weight in weights if weight is not None], present
 
@@ -132,20 +170,22 @@ def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States,
     Returns:
         The output rows, the final states, and the handle of what each chunk saved.
     """
-    task, layout = plan.task, plan.task.layout
     assert isinstance(plan.backend, ChunkedBackend)
-    work = Workspace(x.device)
-    y = x.new_empty(layout.rows, task.layers[-1].output_size)
+    layout, work = plan.layout, Workspace(x.device)
+    y = x.new_empty(layout.rows, len(plan.tasks) * plan.tasks[0].layers[-1].output_size)
+    after = [plan.states(index, states) for index in range(len(plan.tasks))]
     handles: list[Handle] = []
-    for chunk in plan.chunks():
-        slot, own = _reserve(plan, chunk, states) if plan.stack else (None, None)
-        rows = y[chunk.start : chunk.stop]
-        states = plan.backend.forward_chunk(task, chunk, layout.take(x, chunk), states, rows, own, work)
+    for index, chunk in plan.chunks():
+        slot, own = _reserve(plan, chunk, after[index]) if plan.stack else (None, None)
+        rows = plan.columns(index, y)[chunk.start : chunk.stop]
+        after[index] = plan.backend.forward_chunk(
+            plan.tasks[index], chunk, layout.take(x, chunk), after[index], rows, own, work
+        )
         if plan.stack:
             # A view of the buffer would count as another user of it.
             own = None
             handles.append(plan.stack.push(slot))
-    return y, states, handles
+    return y, after[0] if len(after) == 1 else tuple(map(torch.cat, zip(*after, strict=True))), handles
 
 
 def _reserve(plan: Plan, chunk: Chunk, states: States) -> tuple[Slot, Tensor]:
@@ -166,16 +206,15 @@ class _Sequence(torch.autograd.Function):
         ctx: Any, plan: Plan, present: list[list[bool]], n_states: int, x: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         states, flat = tensors[:n_states], list(tensors[n_states:])
-        task = replace(plan.task, layers=_layers(flat, present))
-        plan = replace(plan, task=task)
+        plan = plan.with_layers(_layers(flat, present))
         assert isinstance(plan.backend, ChunkedBackend) and plan.stack
         y, finals, handles = forward_pass(plan, x, states)
-        reads_x, reads_y = plan.backend.needs(task.save, any(ctx.needs_input_grad[4 + n_states :]))
+        reads_x, reads_y = plan.backend.needs(plan.tasks[0].save, any(ctx.needs_input_grad[4 + n_states :]))
         # Everything that lives until the backward pass goes through autograd, which frees it right after and shows it
         # to saved-tensor hooks; the handles hold no tensors.
         kept = [*states, *flat, *plan.stack.take()]
         ctx.save_for_backward(*([x] if reads_x else []), *([y] if reads_y else []), *kept)
-        ctx.plan, ctx.handles = replace(plan, task=replace(task, layers=())), handles
+        ctx.plan, ctx.handles = plan.with_layers([]), handles
         ctx.reads, ctx.present, ctx.n_states, ctx.shape = (reads_x, reads_y), present, n_states, x.shape
         ctx.set_materialize_grads(False)
         return y, *finals
@@ -187,14 +226,14 @@ class _Sequence(torch.autograd.Function):
         y = next(saved) if ctx.reads[1] else None
         states = tuple(islice(saved, ctx.n_states))
         flat = list(islice(saved, sum(map(sum, ctx.present))))
-        plan = replace(ctx.plan, task=replace(ctx.plan.task, layers=_layers(flat, ctx.present)))
+        plan = ctx.plan.with_layers(_layers(flat, ctx.present))
         if dy is not None:
             dy = dy.view(*ctx.shape[:-1], -1)
         if torch.is_grad_enabled():
-            grads = _differentiable_backward(ctx, plan.task, x, states, flat, (dy, *dfinals))
+            grads = _differentiable_backward(ctx, plan, x, states, flat, (dy, *dfinals))
             return None, None, None, *grads
         needs_x, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4 + ctx.n_states :]
-        dx = states[0].new_empty(plan.task.layout.rows, ctx.shape[-1]) if needs_x else None
+        dx = states[0].new_empty(plan.layout.rows, ctx.shape[-1]) if needs_x else None
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         plan.stack.give(list(saved))
         try:
@@ -204,8 +243,8 @@ class _Sequence(torch.autograd.Function):
         return None, None, None, None if dx is None else dx.view(ctx.shape), *dstates, *sums
 
 
-def _layers(flat: list[Tensor], present: list[list[bool]]) -> tuple[Weights, ...]:
-    return tuple(Weights(*layer) for layer in _unflatten(flat, present))
+def _layers(flat: list[Tensor], present: list[list[bool]]) -> list[Weights]:
+    return [Weights(*layer) for layer in _unflatten(flat, present)]
 
 
 def backward_pass(
@@ -225,7 +264,7 @@ def backward_pass(
     Args:
         plan: As in the forward pass.
         x: Input, or None where it is not read.
-        y: Output rows [rows, P], or None where they are not read.
+        y: Output rows [rows, directions * P], or None where they are not read.
         states: The initial states.
         handles: What each chunk pushed.
         dy: Gradient of the output, shaped as it, or None for zero.
@@ -238,40 +277,46 @@ def backward_pass(
         The gradients of the initial states, and those of the weights, None where not needed.
     """
     assert isinstance(plan.backend, ChunkedBackend)
-    task, layout = plan.task, plan.task.layout
-    dtype, device = states[0].dtype, states[0].device
-    flat, present = _flatten(task.layers)
+    dtype, layout = states[0].dtype, plan.layout
+    flat, present = _flatten(plan)
     sums = [
         torch.zeros_like(weight, dtype=state_dtype(dtype)) if needed else None
         for weight, needed in zip(flat, needs, strict=True)
     ]
-    grads = Gradients(None, _unflatten(sums, present))
+    layers, depth = _unflatten(sums, present), len(present) // len(plan.tasks)
     dstates: States = tuple(
         torch.zeros_like(state) if given is None else given.clone(memory_format=torch.contiguous_format)
         for state, given in zip(states, dfinals, strict=True)
     )
-    work = Workspace(device)
-    with torch.autocast(device.type, enabled=False):
-        for chunk, handle in reversed(list(zip(plan.chunks(), handles, strict=True))):
-            grads.dx = None if dx is None else dx[chunk.start : chunk.stop]
-            own, before = _parts(plan, chunk, states, handle.get(writable=not keep))
-            dstates = plan.backend.backward_chunk(
-                task,
+    before = [plan.states(index, states) for index in range(len(plan.tasks))]
+    after = [plan.states(index, dstates) for index in range(len(plan.tasks))]
+    work = Workspace(states[0].device)
+    with torch.autocast(states[0].device.type, enabled=False):
+        for (index, chunk), handle in reversed(list(zip(plan.chunks(), handles, strict=True))):
+            own, entered = _parts(plan, chunk, before[index], handle.get(writable=not keep))
+            after[index] = plan.backend.backward_chunk(
+                plan.tasks[index],
                 chunk,
                 _take(layout, x, chunk),
-                _take(layout, y, chunk),
-                before,
+                None if y is None else plan.columns(index, y)[chunk.start : chunk.stop],
+                entered,
                 own,
-                _adjacent(_take(layout, dy, chunk)),
-                dstates,
-                grads,
+                None if dy is None else _adjacent(layout.take(plan.columns(index, dy), chunk)),
+                after[index],
+                Gradients(
+                    layers=layers[index * depth : (index + 1) * depth],
+                    dx=_take(layout, dx, chunk),
+                    # The last direction comes first here.
+                    add=index + 1 < len(plan.tasks),
+                ),
                 keep,
                 work,
             )
             # Views of the buffer would count as other users of it.
-            del own, before
+            del own, entered
             if not keep:
                 handle.release()
+    dstates = after[0] if len(after) == 1 else tuple(map(torch.cat, zip(*after, strict=True)))
     return dstates, [None if total is None else total.to(dtype) for total in sums]
 
 
@@ -279,14 +324,14 @@ def _take(layout: SequenceLayout, tensor: Tensor | None, chunk: Chunk) -> Tensor
     return None if tensor is None else layout.take(tensor, chunk)
 
 
-def _adjacent(rows: Tensor | None) -> Tensor | None:
+def _adjacent(rows: Tensor) -> Tensor:
     """Return rows whose columns are neighbours in memory, as kernels need them; those of an expanded scalar are not."""
-    return rows if rows is None or rows.stride(1) == 1 else rows.contiguous()
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _differentiable_backward(
     ctx: Any,
-    task: Task,
+    plan: Plan,
     x: Tensor | None,
     states: States,
     flat: list[Tensor],
@@ -305,8 +350,8 @@ def _differentiable_backward(
     # Views, so that no input is reached through another one's history.
     inputs = [tensor.view_as(tensor) for tensor in (x, *states, *flat)]
     n = 1 + ctx.n_states
-    layers = _layers(inputs[n:], ctx.present)
-    y, finals = Reference().run(replace(task, layers=layers), inputs[0], tuple(inputs[1:n]))
+    plan = plan.with_layers(_layers(inputs[n:], ctx.present))
+    y, finals = _recorded(plan, Reference(), inputs[0], tuple(inputs[1:n]))
     pairs = [(out, dout) for out, dout in zip((y, *finals), douts, strict=True) if dout is not None]
     wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True) if needed]
     outputs, given = zip(*pairs, strict=True)

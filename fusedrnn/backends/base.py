@@ -1,6 +1,6 @@
 """What a backend is, what it is asked, and what it is given to work on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from operator import mul
 from typing import ClassVar
@@ -118,13 +118,15 @@ class Gradients:
     """Where a backend puts the gradients of one chunk.
 
     Args:
-        dx: Rows [rows, I] to be written, or None where the input needs no gradient.
         layers: Per layer, the sums of the weights' gradients (float32, float64 for float64) to be added to; None for
             a weight that needs none.
+        dx: Rows [rows, I] for the gradient of the input, or None where it needs none.
+        add: Whether `dx` is to be added to, since another direction has written it.
     """
 
+    layers: list[list[Tensor | None]]
     dx: Tensor | None
-    layers: list[list[Tensor | None]] = field(default_factory=list)
+    add: bool
 
 
 class Backend:

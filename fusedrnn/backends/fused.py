@@ -172,7 +172,7 @@ class FusedBackend(ChunkedBackend):
                     out=work.get("dy", (chunk.rows, weights.weight_ih.shape[1]), dtype),
                 )
             elif grads.dx is not None:
-                torch.mm(buffers.gates, weights.weight_ih, out=grads.dx)
+                grads.dx.addmm_(buffers.gates, weights.weight_ih, beta=1 if grads.add else 0)
         return dh, dc
 
     def _pre_activations(

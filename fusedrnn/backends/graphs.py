@@ -71,7 +71,10 @@ class GraphCache:
             tensors: What it works on, read or written.
             results: Where the tensors of these names go afterwards; the same tensors or others of their shape.
         """
-        full = key, tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items())
+        gates = next(iter(tensors.values()))
+        # A graph works on memory of its own: two streams that replayed the same one would overwrite each other's.
+        stream = torch.cuda.current_stream(gates.device).cuda_stream if gates.is_cuda else 0
+        full = key, stream, tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items())
         entry = self._entries.get(full)
         if entry is None:
             own = {name: torch.empty_like(t, memory_format=torch.contiguous_format) for name, t in tensors.items()}

@@ -138,7 +138,8 @@ class OneDNN(RecordingBackend, ChunkedBackend):
         wanted = [*states, *(leaf for leaf, _ in sums), *([x] if grads.dx is not None else [])]
         results = torch.autograd.grad(outputs, wanted, douts)
         if grads.dx is not None:
-            grads.dx.copy_(results[-1].view_as(grads.dx))
+            dx = results[-1].view_as(grads.dx)
+            grads.dx.add_(dx) if grads.add else grads.dx.copy_(dx)
         for (_, total), gradient in zip(sums, results[len(states) :], strict=False):
             total.add_(gradient)
         return results[: len(states)]
