@@ -5,14 +5,14 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 from fusedrnn.functional import lstm
-from fusedrnn.modules import LSTM
+from fusedrnn.modules import GRU, LSTM
 from fusedrnn.offload import OffloadConfig, OffloadHostFull, offload
 
 if TYPE_CHECKING:
     from fusedrnn.dynamic import dynamic_rnn
 
 __version__ = _version("fusedrnn")
-__all__ = ["LSTM", "OffloadConfig", "OffloadHostFull", "__version__", "dynamic_rnn", "lstm", "offload"]
+__all__ = ["GRU", "LSTM", "OffloadConfig", "OffloadHostFull", "__version__", "dynamic_rnn", "lstm", "offload"]
 
 _LATER = {"dynamic_rnn": "fusedrnn.dynamic"}
 """What is imported when it is first asked for, so that `import fusedrnn` stays quick."""

@@ -18,8 +18,8 @@ States = tuple[Tensor, ...]
 class Weights(NamedTuple):
     """Parameters of one layer in one direction, in the order and with the names of `torch.nn.LSTM`.
 
-    `weight_ih` is [4H, I], `weight_hh` [4H, P] with P the width of the output (H without a projection), the biases
-    [4H], and `weight_hr` [P, H].
+    With G gates (4 of an LSTM, 3 of a GRU): `weight_ih` is [GH, I], `weight_hh` [GH, P] with P the width of the output
+    (H without a projection), the biases [GH], and `weight_hr` [P, H].
     """
 
     weight_ih: Tensor
@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     @property
     def hidden_size(self) -> int:
         """Number of hidden units H."""
-        return self.weight_ih.shape[0] // 4
+        return (self.weight_hh if self.weight_hr is None else self.weight_hr).shape[1]
 
     @property
     def output_size(self) -> int:
@@ -46,14 +46,29 @@ class CellSpec:
     Args:
         name: The cell's name.
         gates: Width of the pre-activations in units of H.
-        states: Names of the carried states; the first is the output.
+        states: Names of the carried states; the first is the output, the others are carried in `state_dtype`.
+        saved: What each save mode keeps per timestep and hidden unit beyond the output: numbers in the dtype of the
+            output, and numbers in `state_dtype`.
         step: `(xproj, states, weights) -> states`, differentiable to any order.
     """
 
     name: str
     gates: int
     states: tuple[str, ...]
+    saved: tuple[tuple[str, int, int], ...]
     step: Callable[[Tensor, States, Weights], States]
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Save modes it has, the one that keeps most first."""
+        return tuple(mode for mode, _, _ in self.saved)
+
+    def saved_bytes(self, mode: str, dtype: torch.dtype) -> int:
+        """Return the bytes that a save mode keeps per timestep and hidden unit beyond the output."""
+        (bytes_per_unit,) = (
+            own * dtype.itemsize + wide * state_dtype(dtype).itemsize for name, own, wide in self.saved if name == mode
+        )
+        return bytes_per_unit
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -75,4 +90,20 @@ def _lstm_step(xproj: Tensor, states: States, weights: Weights) -> States:
     return (out if weights.weight_hr is None else F.linear(out, weights.weight_hr)), c
 
 
-LSTM = CellSpec(name="lstm", gates=4, states=("h", "c"), step=_lstm_step)
+def _gru_step(xproj: Tensor, states: States, weights: Weights) -> States:
+    """One GRU step (Cho et al. 2014, with the reset gate behind the product as in cuDNN and torch).
+
+    r, z = sigmoid(xproj + W_hh h_prev + b_hh), n = tanh(xproj_n + r (W_hn h_prev + b_hn)), h = (1 - z) n + z h_prev.
+    """
+    (h,) = states
+    wide = state_dtype(h.dtype)
+    x_r, x_z, x_n = xproj.to(wide).chunk(3, -1)
+    h_r, h_z, h_n = F.linear(h, weights.weight_hh, weights.bias_hh).to(wide).chunk(3, -1)
+    z = torch.sigmoid(x_z + h_z)
+    n = torch.tanh(x_n + torch.sigmoid(x_r + h_r) * h_n)
+    return ((n + z * (h.to(wide) - n)).to(h.dtype),)
+
+
+LSTM = CellSpec("lstm", 4, ("h", "c"), (("gates", 4, 1), ("cells", 0, 1), ("hidden", 0, 0)), _lstm_step)
+GRU = CellSpec("gru", 3, ("h",), (("gates", 4, 0), ("hidden", 0, 0)), _gru_step)
+CELLS = {cell.name: cell for cell in (LSTM, GRU)}

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fusedrnn.backends import choose
 from fusedrnn.backends.base import Call, Task, gpu_of
-from fusedrnn.cells import LSTM, States, Weights
+from fusedrnn.cells import CELLS, CellSpec, States, Weights
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.sequence import Plan, backward_pass, forward_pass
 
 
 def run(
+    cell: CellSpec,
     parts: list[tuple[Weights, ...]],
     reverses: list[bool],
     x: Tensor,
@@ -29,6 +30,7 @@ def run(
     """Compute a stack of layers, or both directions of one, as `fusedrnn.sequence.run` does, in one operator.
 
     Args:
+        cell: What each layer computes.
         parts: Weights of the layers, per direction.
         reverses: Per direction, whether time runs backwards.
         x: Input [T, B, I].
@@ -45,13 +47,15 @@ def run(
     present = [weight is not None for weights in layers for weight in weights]
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *flat))
     steps = 0 if isinstance(chunk, str) else chunk
-    y, h, c, *_ = torch.ops.fusedrnn.layers(x, list(states), flat, present, reverses, backend, save, steps, grad)
-    return y, (h, c)
+    options = cell.name, present, reverses, backend, save, steps, grad
+    y, *rest = torch.ops.fusedrnn.layers(x, list(states), flat, *options)
+    return y, tuple(rest[: len(states)])
 
 
 def _plan(
     x: Tensor,
     flat: list[Tensor],
+    cell: str,
     present: list[bool],
     reverses: list[bool],
     backend: str,
@@ -77,10 +81,11 @@ def _plan(
         grad=grad,
         gpu=gpu_of(x.device),
         recorded=False,
+        cell=CELLS[cell],
     )
     choice = choose(call, backend, save, steps or "auto")
     layout = SequenceLayout(call.T, call.B)
-    tasks = tuple(Task(LSTM, (), layout, reverse, choice.save) for reverse in reverses)
+    tasks = tuple(Task(CELLS[cell], (), layout, reverse, choice.save) for reverse in reverses)
     return Plan(tasks, choice.backend, choice.chunk, ResidentStack(x.device) if grad else None).with_layers(layers)
 
 
@@ -89,6 +94,7 @@ def _layers(
     x: Tensor,
     states: list[Tensor],
     weights: list[Tensor],
+    cell: str,
     present: list[bool],
     reverses: list[bool],
     backend: str,
@@ -97,7 +103,7 @@ def _layers(
     grad: bool,
 ) -> list[Tensor]:
     """Return the output [T, B, directions * P], the final states, and the chunks' buffers."""
-    plan = _plan(x, weights, present, reverses, backend, save, steps, grad)
+    plan = _plan(x, weights, cell, present, reverses, backend, save, steps, grad)
     y, finals, _ = forward_pass(plan, x, tuple(states))
     return [y.view(*x.shape[:2], -1), *finals, *(plan.stack.take() if plan.stack else [])]
 
@@ -107,6 +113,7 @@ def _layers_fake(
     x: Tensor,
     states: list[Tensor],
     weights: list[Tensor],
+    cell: str,
     present: list[bool],
     reverses: list[bool],
     backend: str,
@@ -114,7 +121,7 @@ def _layers_fake(
     steps: int,
     grad: bool,
 ) -> list[Tensor]:
-    plan = _plan(x, weights, present, reverses, backend, save, steps, grad)
+    plan = _plan(x, weights, cell, present, reverses, backend, save, steps, grad)
     out = [x.new_empty(*x.shape[:2], len(reverses) * plan.tasks[0].layers[-1].output_size)]
     out += [torch.empty_like(state, memory_format=torch.contiguous_format) for state in states]
     entered = plan.states(0, tuple(states))
@@ -130,6 +137,7 @@ def _layers_backward(
     states: list[Tensor],
     buffers: list[Tensor],
     weights: list[Tensor],
+    cell: str,
     present: list[bool],
     reverses: list[bool],
     backend: str,
@@ -139,7 +147,7 @@ def _layers_backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """Return the gradients of the input (if it needs one), of the states, and of the weights that need one."""
-    plan = _plan(x, weights, present, reverses, backend, save, steps, grad=True)
+    plan = _plan(x, weights, cell, present, reverses, backend, save, steps, grad=True)
     stack = plan.stack
     assert isinstance(stack, ResidentStack)
     stack.give(buffers)
@@ -159,6 +167,7 @@ def _layers_backward_fake(
     states: list[Tensor],
     buffers: list[Tensor],
     weights: list[Tensor],
+    cell: str,
     present: list[bool],
     reverses: list[bool],
     backend: str,
@@ -191,7 +200,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     )
     dx = next(found) if needs_x else None
     dstates = [next(found) for _ in range(n)]
-    return dx, dstates, [next(found) if needed else None for needed in needs], *[None] * 6
+    return dx, dstates, [next(found) if needed else None for needed in needs], *[None] * 7
 
 
 _layers.register_autograd(_backward, setup_context=_setup_context)

@@ -4,16 +4,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fusedrnn import _checks
-from fusedrnn.backends import BACKENDS, Choice, choose
-from fusedrnn.backends.base import SAVE_MODES, Call, ChunkedBackend, Task, gpu_of
+from fusedrnn.backends import NAMES, Choice, choose
+from fusedrnn.backends.base import Call, ChunkedBackend, Task, gpu_of
 from fusedrnn.backends.onednn import OneDNN
-from fusedrnn.cells import LSTM, States, Weights, state_dtype
+from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
 from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, innermost, offloader
@@ -35,8 +36,8 @@ class Options:
     offload: OffloadHooks | None = None
 
     def __post_init__(self) -> None:
-        _checks.require_choice("save", self.save, ("auto", *SAVE_MODES))
-        _checks.require_choice("backend", self.backend, ("auto", *BACKENDS))
+        _checks.require_choice("save", self.save, ("auto", *LSTM.modes))
+        _checks.require_choice("backend", self.backend, ("auto", *NAMES))
         _checks.require_chunk(self.chunk)
 
 
@@ -89,15 +90,19 @@ def lstm(
     layout = SequenceLayout(x.shape[0], x.shape[1])
     states = None
     if state is not None:
-        states = check_states(state, ("(B, P)", "(B, H)"), ((layout.batch, P), (layout.batch, H)), x)
-        states = states[0][None], states[1][None]
-    y, (h, c), _ = run_layers(x, states, [weights], layout, options, reverse=reverse)
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise TypeError(f"`state` must be a tuple (`h0`, `c0`), got {type(state).__name__}")
+        shapes = (layout.batch, P), (layout.batch, H)
+        h0, c0 = check_states(state, LSTM.states, ("(B, P)", "(B, H)"), shapes, x)
+        states = h0[None], c0[None]
+    y, (h, c), _ = run_layers(LSTM, x, states, [weights], layout, options, reverse=reverse)
     return y, (h[0], c[0])
 
 
 def run_layers(
+    cell: CellSpec,
     x: Tensor,
-    states: tuple[Tensor, Tensor] | None,
+    states: States | None,
     layers: Sequence[Weights],
     layout: SequenceLayout,
     options: Options,
@@ -105,12 +110,13 @@ def run_layers(
     directions: int = 1,
     dropout: float = 0.0,
     reverse: bool = False,
-) -> tuple[Tensor, tuple[Tensor, Tensor], Choice | None]:
+) -> tuple[Tensor, States, Choice | None]:
     """Run a stack of layers whose arguments have been checked.
 
     Args:
+        cell: What each layer computes.
         x: Input [T, B, I], or rows [rows, I] where the layout is packed.
-        states: h0 [layers * directions, B, P] and c0 [layers * directions, B, H], or None for zeros.
+        states: The cell's states, each [layers * directions, B, width], or None for zeros.
         layers: Weights, layer by layer, forward before reverse.
         layout: Where the rows lie.
         options: How to run.
@@ -125,32 +131,42 @@ def run_layers(
         from fusedrnn.uncompiled import run_uncompiled
 
         return run_uncompiled(
-            x, states, layers, layout, options, directions=directions, dropout=dropout, reverse=reverse
+            cell, x, states, layers, layout, options, directions=directions, dropout=dropout, reverse=reverse
         )
     x, states, layers, autocast = _under_autocast(x, states, layers)
-    H, P = layers[0].hidden_size, layers[0].output_size
-    if states is None:
-        h0 = x.new_zeros(len(layers), layout.batch, P)
-        c0 = x.new_zeros((len(layers), layout.batch, H), dtype=state_dtype(x.dtype))
+    states = _initial(cell, x, states, layers, layout)
+    compiling = torch.compiler.is_compiling()
+    choice = None
+    saving: AbstractContextManager[Any] = nullcontext()
+    if compiling:
+        run_stage = partial(_compiled, cell, options)
     else:
-        h0, c0 = states[0], states[1].to(state_dtype(x.dtype))
-    if torch.compiler.is_compiling():
-        compiled = partial(_compiled, options)
-        with autocast:
-            y, (h, c) = _run_stages(x, (h0, c0), layers, directions, dropout, reverse, compiled)
-        return y, (h, c.to(x.dtype)), None
-    call = _describe(x, (h0, c0), layers, layout, directions)
-    choice = choose(call, options.backend, options.save, options.chunk)
-    offload = (innermost() or options.offload) if call.grad else None
-    saving = nullcontext() if offload is None or not offload.is_active(x.device) else offload.hooks()
+        call = _describe(cell, x, states, layers, layout, directions)
+        choice = choose(call, options.backend, options.save, options.chunk)
+        offload = (innermost() or options.offload) if call.grad else None
+        if offload is not None and offload.is_active(x.device):
+            saving = offload.hooks()
+        run_stage = partial(_eager, cell, choice, layout, offload)
     with autocast, saving:
-        if isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
-            y, (h, c) = choice.backend.run_whole(x, (h0, c0), list(layers), directions, dropout)
+        if choice and isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
+            y, states = choice.backend.run_whole(x, states, list(layers), directions, dropout)
         else:
-            y, (h, c) = _run_stages(
-                x, (h0, c0), layers, directions, dropout, reverse, partial(_eager, choice, layout, offload)
-            )
-    return y, (h, c.to(x.dtype)), choice
+            y, states = _run_stages(x, states, layers, directions, dropout, reverse, run_stage)
+    return y, tuple(state.to(x.dtype) for state in states), choice
+
+
+def _initial(
+    cell: CellSpec, x: Tensor, states: States | None, layers: Sequence[Weights], layout: SequenceLayout
+) -> States:
+    """Return the initial states in the dtypes in which they are carried; zeros where none are given."""
+    dtypes = [x.dtype] + [state_dtype(x.dtype)] * (len(cell.states) - 1)
+    if states is not None:
+        return tuple(state.to(dtype) for state, dtype in zip(states, dtypes, strict=True))
+    widths = [layers[0].output_size] + [layers[0].hidden_size] * (len(cell.states) - 1)
+    return tuple(
+        x.new_zeros((len(layers), layout.batch, width), dtype=dtype)
+        for width, dtype in zip(widths, dtypes, strict=True)
+    )
 
 
 def _run_stages(
@@ -183,6 +199,7 @@ def _run_stages(
 
 
 def _eager(
+    cell: CellSpec,
     choice: Choice,
     layout: SequenceLayout,
     offload: OffloadHooks | None,
@@ -192,7 +209,7 @@ def _eager(
     states: States,
 ) -> tuple[Tensor, States]:
     """Run one stage through the autograd function."""
-    tasks = [Task(LSTM, layers, layout, reverse, choice.save) for layers, reverse in zip(parts, reverses, strict=True)]
+    tasks = [Task(cell, layers, layout, reverse, choice.save) for layers, reverse in zip(parts, reverses, strict=True)]
     plan = Plan(tuple(tasks), choice.backend, choice.chunk)
     stack: Stack = ResidentStack(x.device)
     if offload is not None and isinstance(choice.backend, ChunkedBackend):
@@ -201,24 +218,27 @@ def _eager(
 
 
 def _compiled(
-    options: Options, parts: list[tuple[Weights, ...]], reverses: list[bool], x: Tensor, states: States
+    cell: CellSpec,
+    options: Options,
+    parts: list[tuple[Weights, ...]],
+    reverses: list[bool],
+    x: Tensor,
+    states: States,
 ) -> tuple[Tensor, States]:
     """Run one stage as an operator of torch.library."""
-    return run_compiled(parts, reverses, x, states, options.backend, options.save, options.chunk)
+    return run_compiled(cell, parts, reverses, x, states, options.backend, options.save, options.chunk)
 
 
 def check_states(
-    states: object, letters: tuple[str, str], shapes: tuple[tuple[int, ...], tuple[int, ...]], x: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return h0 and c0 after checking that they are tensors of the given shapes, of x's dtype and on its device."""
-    if not isinstance(states, (tuple, list)) or len(states) != 2:
-        raise TypeError(f"the state must be a tuple (`h0`, `c0`), got {type(states).__name__}")
+    states: Sequence[Any], names: Sequence[str], letters: Sequence[str], shapes: Sequence[tuple[int, ...]], x: Tensor
+) -> States:
+    """Return the states after checking that they are tensors of the given shapes, of x's dtype and on its device."""
     autocast = _checks.under_autocast(x)
-    for name, tensor, word, shape in zip(("h0", "c0"), states, letters, shapes, strict=True):
-        _checks.require_tensor(name, tensor)
-        _checks.require_shape(name, tensor, word, shape)
-        _checks.require_like(name, tensor, tensor.dtype if autocast else x.dtype, x.device, "the input")
-    return states[0], states[1]
+    for name, tensor, word, shape in zip(names, states, letters, shapes, strict=False):
+        _checks.require_tensor(f"{name}0", tensor)
+        _checks.require_shape(f"{name}0", tensor, word, shape)
+        _checks.require_like(f"{name}0", tensor, tensor.dtype if autocast else x.dtype, x.device, "the input")
+    return tuple(states)
 
 
 def _check_input(x: Tensor, letters: str, dims: int) -> None:
@@ -239,7 +259,7 @@ def _check_weights(x: Tensor, weights: Weights) -> tuple[int, int]:
         raise ValueError(f"`weight_ih` must have shape (4H, I), got {tuple(weights.weight_ih.shape)}")
     if weights.weight_hh.dim() != 2:
         raise ValueError(f"`weight_hh` must have shape (4H, P), got {tuple(weights.weight_hh.shape)}")
-    H, P = weights.hidden_size, weights.output_size
+    H, P = weights.weight_ih.shape[0] // LSTM.gates, weights.output_size
     _checks.require_shape("weight_ih", weights.weight_ih, "(4H, I)", (4 * H, x.shape[-1]))
     _checks.require_shape("weight_hh", weights.weight_hh, "(4H, P)", (4 * H, P if weights.weight_hr is not None else H))
     if (weights.bias_ih is None) != (weights.bias_hh is None):
@@ -254,8 +274,8 @@ def _check_weights(x: Tensor, weights: Weights) -> tuple[int, int]:
 
 
 def _under_autocast(
-    x: Tensor, states: tuple[Tensor, Tensor] | None, layers: Sequence[Weights]
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Sequence[Weights], AbstractContextManager]:
+    x: Tensor, states: States | None, layers: Sequence[Weights]
+) -> tuple[Tensor, States | None, Sequence[Weights], AbstractContextManager]:
     """Apply autocast: under it, everything but float64 is converted to its dtype, and the layers run without it."""
     if not _checks.under_autocast(x):
         return x, states, layers, nullcontext()
@@ -266,13 +286,13 @@ def _under_autocast(
         return tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
     x = x if x.dtype == torch.float64 else x.to(dtype)
-    # c is carried in float32 whatever the dtype, so it need not be rounded first.
-    states = None if states is None else (states[0].to(x.dtype), states[1])
     layers = [Weights(*map(cast, weights)) for weights in layers]  # type: ignore[arg-type]
     return x, states, layers, torch.autocast(device, enabled=False)
 
 
-def _describe(x: Tensor, states: States, layers: Sequence[Weights], layout: SequenceLayout, directions: int) -> Call:
+def _describe(
+    cell: CellSpec, x: Tensor, states: States, layers: Sequence[Weights], layout: SequenceLayout, directions: int
+) -> Call:
     """Collect what the choice of a backend depends on."""
     grad = torch.is_grad_enabled() and (
         x.requires_grad
@@ -293,6 +313,7 @@ def _describe(x: Tensor, states: States, layers: Sequence[Weights], layout: Sequ
         grad=grad,
         transformed=_transformed(),
         gpu=gpu_of(x.device),
+        cell=cell,
         onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
     )
 

@@ -1,49 +1,23 @@
-"""`fusedrnn.LSTM`: a `torch.nn.LSTM` that needs far less memory."""
+"""`fusedrnn.LSTM` and `fusedrnn.GRU`: torch's own layers that need far less memory."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fusedrnn import _checks
-from fusedrnn.cells import Weights
+from fusedrnn.cells import GRU as GRU_CELL
+from fusedrnn.cells import LSTM as LSTM_CELL
+from fusedrnn.cells import CellSpec, States, Weights
 from fusedrnn.functional import Options, check_states, run_layers
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
 
 
-class LSTM(nn.LSTM):
-    """Apply a long short-term memory network to sequences, as `torch.nn.LSTM` does, in a fraction of its memory.
+class _Recurrent(nn.RNNBase):
+    """What the layers share, between them and torch's class of the same name."""
 
-    i, f, o = sigmoid(.), g = tanh(.) of W_ih x_t + b_ih + W_hh h_{t-1} + b_hh; c_t = f c_{t-1} + i g;
-    h_t = o tanh(c_t), or W_hr (o tanh(c_t)) with `proj_size`.
-
-    It is a `torch.nn.LSTM`: the same arguments, parameters, initial values from the same seed and `state_dict`, so that
-    checkpoints go both ways. The keywords after these say how it runs, never what it computes.
-
-    Args:
-        *args: `input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False,
-            proj_size=0, device=None, dtype=None`, by position or by name, as in `torch.nn.LSTM`.
-        save: What is kept of each timestep for the backward pass, beyond input and output. "gates": gates and cell
-            states (5H numbers), nothing is computed again. "cells": cell states (H). "hidden": nothing but the states
-            between chunks; gates and cells are computed again chunk by chunk, which is not sequential and often costs
-            less than the memory traffic it saves. "auto" chooses by size and memory; `explain()` says why.
-        chunk: Timesteps per chunk, the unit of computing again; "auto" chooses by bytes.
-        backend: "triton_sequence", "triton_step", "onednn", "torch_step" or "reference", or "auto" for the first that
-            can run the call. A backend named here is used or refused, never replaced.
-        offload: Whether what is saved moves to pinned host memory while the device is nearly full, oldest first, and
-            comes back ahead of the backward pass; results stay the same to the last bit. True, or an `OffloadConfig`
-            that says when and how; layers with equal configurations share one ring of device buffers and one pool of
-            host memory. What `fusedrnn.offload()` returns counts for this layer alone.
-        swap_memory: TensorFlow's name for `offload`.
-        **kwargs: The arguments of `torch.nn.LSTM` by name.
-
-    Raises:
-        ValueError: If an argument is not among its choices.
-
-    Shapes are those of `torch.nn.LSTM`, a sequence without batch dimension and `PackedSequence` included. Further to
-    it, an input of no timesteps is taken: the states come back as they were.
-    """
+    cell: ClassVar[CellSpec]
 
     def __init__(
         self,
@@ -80,24 +54,11 @@ class LSTM(nn.LSTM):
             return self._choice
         return f"{self._choice}\n{self.offloader.explain()}"
 
-    def forward(  # type: ignore[override]
-        self, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor | PackedSequence, tuple[Tensor, Tensor]]:
-        """Run the layers.
-
-        Args:
-            input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
-            hx: Initial states h0 [num_layers * directions, B, P] and c0 [num_layers * directions, B, H] (without B for
-                one sequence); zeros if not given.
+    def _run(self, input: Any, states: Any) -> tuple[Any, States]:
+        """Run the layers; see `forward`. The states are a tuple, checked here, or None.
 
         Returns:
-            The output, shaped as the input with features [directions * P], and the final states (h_n, c_n), shaped as
-            `hx`.
-
-        Raises:
-            TypeError: If an argument is not a tensor.
-            ValueError: If shapes, dtypes or devices do not agree.
-            RuntimeError: If no backend can run the call; the message has every backend's reasons.
+            The output, and the final states as a tuple.
         """
         packed = input if isinstance(input, PackedSequence) else None
         x = input.data if isinstance(input, PackedSequence) else input
@@ -110,10 +71,11 @@ class LSTM(nn.LSTM):
             x = x if batched else x.unsqueeze(1)
             x = x.transpose(0, 1) if self.batch_first and batched else x
             layout = SequenceLayout(x.shape[0], x.shape[1])
-        states = None if hx is None else self._check_states(hx, x, layout.batch, batched)
-        if states is not None and packed is not None and packed.sorted_indices is not None:
-            states = states[0].index_select(1, packed.sorted_indices), states[1].index_select(1, packed.sorted_indices)
-        y, (h, c), choice = run_layers(
+        if states is not None:
+            states = self._check_states(states, x, layout.batch, batched)
+            states = _select(states, None if packed is None else packed.sorted_indices)
+        y, states, choice = run_layers(
+            self.cell,
             x,
             states,
             self._layers(),
@@ -128,12 +90,10 @@ class LSTM(nn.LSTM):
             )
         if packed is not None:
             out = PackedSequence(y, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-            if packed.unsorted_indices is not None:
-                h, c = h.index_select(1, packed.unsorted_indices), c.index_select(1, packed.unsorted_indices)
-            return out, (h, c)
+            return out, _select(states, packed.unsorted_indices)
         if not batched:
-            return y.squeeze(1), (h.squeeze(1), c.squeeze(1))
-        return (y.transpose(0, 1) if self.batch_first else y), (h, c)
+            return y.squeeze(1), tuple(state.squeeze(1) for state in states)
+        return (y.transpose(0, 1) if self.batch_first else y), states
 
     def _layers(self) -> list[Weights]:
         """Return the weights of the moment: parametrized, pruned and swapped ones included."""
@@ -163,15 +123,126 @@ class LSTM(nn.LSTM):
             "input", x, x.dtype if _checks.under_autocast(x) else weight.dtype, weight.device, "the weights"
         )
 
-    def _check_states(self, hx: Any, x: Tensor, batch: int, batched: bool) -> tuple[Tensor, Tensor]:
+    def _check_states(self, states: tuple[Any, ...], x: Tensor, batch: int, batched: bool) -> States:
         """Check the initial states and return them with a batch dimension."""
         count = self.num_layers * (2 if self.bidirectional else 1)
         shape = (count, batch) if batched else (count,)
         word = "num_layers * directions, B" if batched else "num_layers * directions"
-        h0, c0 = check_states(
-            hx,
-            (f"({word}, {'P' if self.proj_size else 'H'})", f"({word}, H)"),
-            ((*shape, self.proj_size or self.hidden_size), (*shape, self.hidden_size)),
-            x,
-        )
-        return (h0, c0) if batched else (h0.unsqueeze(1), c0.unsqueeze(1))
+        letters = [f"({word}, {'P' if self.proj_size else 'H'})", f"({word}, H)"]
+        shapes = [(*shape, self.proj_size or self.hidden_size), (*shape, self.hidden_size)]
+        checked = check_states(states, self.cell.states, letters, shapes, x)
+        return checked if batched else tuple(state.unsqueeze(1) for state in checked)
+
+
+def _select(states: States, indices: Tensor | None) -> States:
+    """Return the states of the sequences in another order."""
+    return states if indices is None else tuple(state.index_select(1, indices) for state in states)
+
+
+class LSTM(_Recurrent, nn.LSTM):
+    """Apply a long short-term memory network to sequences, as `torch.nn.LSTM` does, in a fraction of its memory.
+
+    i, f, o = sigmoid(.), g = tanh(.) of W_ih x_t + b_ih + W_hh h_{t-1} + b_hh; c_t = f c_{t-1} + i g;
+    h_t = o tanh(c_t), or W_hr (o tanh(c_t)) with `proj_size`.
+
+    It is a `torch.nn.LSTM`: the same arguments, parameters, initial values from the same seed and `state_dict`, so that
+    checkpoints go both ways. The keywords after these say how it runs, never what it computes.
+
+    Args:
+        *args: `input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False,
+            proj_size=0, device=None, dtype=None`, by position or by name, as in `torch.nn.LSTM`.
+        save: What is kept of each timestep for the backward pass, beyond input and output. "gates": gates and cell
+            states (5H numbers), nothing is computed again. "cells": cell states (H). "hidden": nothing but the states
+            between chunks; gates and cells are computed again chunk by chunk, which is not sequential and often costs
+            less than the memory traffic it saves. "auto" chooses by size and memory; `explain()` says why.
+        chunk: Timesteps per chunk, the unit of computing again; "auto" chooses by bytes.
+        backend: "triton_sequence", "triton_step", "onednn", "torch_step" or "reference", or "auto" for the first that
+            can run the call. A backend named here is used or refused, never replaced.
+        offload: Whether what is saved moves to pinned host memory while the device is nearly full, oldest first, and
+            comes back ahead of the backward pass; results stay the same to the last bit. True, or an `OffloadConfig`
+            that says when and how; layers with equal configurations share one ring of device buffers and one pool of
+            host memory. What `fusedrnn.offload()` returns counts for this layer alone.
+        swap_memory: TensorFlow's name for `offload`.
+        **kwargs: The arguments of `torch.nn.LSTM` by name.
+
+    Raises:
+        ValueError: If an argument is not among its choices.
+
+    Shapes are those of `torch.nn.LSTM`, a sequence without batch dimension and `PackedSequence` included. Further to
+    it, an input of no timesteps is taken: the states come back as they were.
+    """
+
+    cell = LSTM_CELL
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor | PackedSequence, tuple[Tensor, Tensor]]:
+        """Run the layers.
+
+        Args:
+            input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
+            hx: Initial states h0 [num_layers * directions, B, P] and c0 [num_layers * directions, B, H] (without B for
+                one sequence); zeros if not given.
+
+        Returns:
+            The output, shaped as the input with features [directions * P], and the final states (h_n, c_n), shaped as
+            `hx`.
+
+        Raises:
+            TypeError: If an argument is not a tensor.
+            ValueError: If shapes, dtypes or devices do not agree.
+            RuntimeError: If no backend can run the call; the message has every backend's reasons.
+        """
+        states = None
+        if hx is not None:
+            if not isinstance(hx, (tuple, list)) or len(hx) != 2:
+                raise TypeError(f"`hx` must be a tuple (`h0`, `c0`), got {type(hx).__name__}")
+            states = tuple(hx)
+        y, (h, c) = self._run(input, states)
+        return y, (h, c)
+
+
+class GRU(_Recurrent, nn.GRU):
+    """Apply a gated recurrent unit to sequences, as `torch.nn.GRU` does, in a fraction of its memory.
+
+    r, z = sigmoid(.) of W_ih x_t + b_ih + W_hh h_{t-1} + b_hh; n = tanh(W_in x_t + b_in + r (W_hn h_{t-1} + b_hn));
+    h_t = (1 - z) n + z h_{t-1}.
+
+    It is a `torch.nn.GRU`, as `fusedrnn.LSTM` is a `torch.nn.LSTM`; see there for the keywords.
+
+    Args:
+        *args: `input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False,
+            device=None, dtype=None`, by position or by name, as in `torch.nn.GRU`.
+        save: "gates": gates and the recurrent product of n are kept (4H numbers). "hidden": nothing but the states
+            between chunks. "auto" chooses by size and memory.
+        chunk: Timesteps per chunk.
+        backend: "triton_step", "torch_step" or "reference", or "auto".
+        offload: Whether what is saved moves to the host while the device is nearly full.
+        swap_memory: TensorFlow's name for `offload`.
+        **kwargs: The arguments of `torch.nn.GRU` by name.
+
+    Raises:
+        ValueError: If an argument is not among its choices.
+    """
+
+    cell = GRU_CELL
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
+        """Run the layers.
+
+        Args:
+            input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
+            hx: Initial state h0 [num_layers * directions, B, H] (without B for one sequence); zeros if not given.
+
+        Returns:
+            The output, shaped as the input with features [directions * H], and the final state h_n, shaped as `hx`.
+
+        Raises:
+            TypeError: If an argument is not a tensor.
+            ValueError: If shapes, dtypes or devices do not agree.
+            RuntimeError: If no backend can run the call; the message has every backend's reasons.
+        """
+        y, (h,) = self._run(input, None if hx is None else (hx,))
+        return y, h

@@ -63,27 +63,23 @@ def poisoned() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-def twin(module: nn.LSTM, dtype: torch.dtype = torch.float64) -> nn.LSTM:
-    """Return a `torch.nn.LSTM` with the module's weights in another dtype."""
-    other = nn.LSTM(
-        module.input_size,
-        module.hidden_size,
-        module.num_layers,
-        module.bias,
-        module.batch_first,
-        module.dropout,
-        module.bidirectional,
-        module.proj_size,
-        dtype=dtype,
-    )
+def twin(module: nn.RNNBase, dtype: torch.dtype = torch.float64) -> nn.RNNBase:
+    """Return torch's own LSTM or GRU with the module's weights in another dtype."""
+    names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+    options = {name: getattr(module, name) for name in names}
+    other: nn.RNNBase
+    if isinstance(module, nn.LSTM):
+        other = nn.LSTM(module.input_size, module.hidden_size, **options, proj_size=module.proj_size, dtype=dtype)
+    else:
+        other = nn.GRU(module.input_size, module.hidden_size, **options, dtype=dtype)
     other.load_state_dict(module.state_dict())
     return other.train(module.training)
 
 
 def results(
-    module: nn.LSTM,
+    module: nn.RNNBase,
     x: Tensor | PackedSequence,
-    hx: tuple[Tensor, Tensor] | None = None,
+    hx: Tensor | tuple[Tensor, Tensor] | None = None,
     seed: int = 0,
     retain_graph: bool = False,
 ) -> dict[str, Tensor]:
@@ -95,17 +91,17 @@ def results(
     packed = x if isinstance(x, PackedSequence) else None
     data = (x.data if isinstance(x, PackedSequence) else x).detach().to(dtype).requires_grad_()
     x = data if packed is None else PackedSequence(data, *packed[1:])
-    if hx is not None:
-        hx = hx[0].detach().to(dtype).requires_grad_(), hx[1].detach().to(dtype).requires_grad_()
+    single = isinstance(hx, Tensor)
+    given = () if hx is None else (hx,) if isinstance(hx, Tensor) else hx
+    states = tuple(state.detach().to(dtype).requires_grad_() for state in given)
     module.zero_grad()
-    out, (h, c) = module(x, hx)
-    y = out.data if packed is not None else out
+    out, after = module(x, (states[0] if single else states) if states else None)
+    outputs = (out if packed is None else out.data, *((after,) if isinstance(after, Tensor) else after))
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in (y, h, c)]
-    torch.autograd.backward((y, h, c), grads, retain_graph=retain_graph)
-    found: dict[str, Tensor | None] = {"y": y, "h": h, "c": c, "dx": data.grad}
-    if hx is not None:
-        found |= {"dh0": hx[0].grad, "dc0": hx[1].grad}
+    grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
+    torch.autograd.backward(outputs, grads, retain_graph=retain_graph)
+    found: dict[str, Tensor | None] = dict(zip("yhc", outputs, strict=False)) | {"dx": data.grad}
+    found |= {f"d{name}0": state.grad for name, state in zip("hc", states, strict=False)}
     found |= {f"d{name}": weight.grad for name, weight in module.named_parameters()}
     return {name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None}
 

@@ -50,7 +50,7 @@ def test_a_named_backend_and_mode_are_used_or_refused():
     with pytest.raises(RuntimeError, match=r"reference: it has save='gates' only") as error:
         choose(replace(CALL, transformed=True, P=8, packed=True, layers=2, directions=2), save="hidden")
     text = str(error.value)
-    assert all(f"  {name}: " in text for name in BACKENDS)
+    assert all(f"  {name}: " in text for name in BACKENDS["lstm"])
     assert "proj_size=8, num_layers=2, bidirectional, packed" in text
 
 
@@ -70,11 +70,13 @@ def test_a_named_backend_and_mode_are_used_or_refused():
     ],
 )
 def test_every_refusal_has_its_reason(name, changes, reason):
-    assert any(reason in refusal for refusal in BACKENDS[name].refusals(replace(CALL, **changes)))
+    assert any(reason in refusal for refusal in BACKENDS["lstm"][name].refusals(replace(CALL, **changes)))
 
 
 def test_the_reference_refuses_nothing():
-    assert not BACKENDS["reference"].refusals(replace(CALL, dtype=torch.float16, device="xpu", packed=True, T=0, B=0))
+    assert not BACKENDS["lstm"]["reference"].refusals(
+        replace(CALL, dtype=torch.float16, device="xpu", packed=True, T=0, B=0)
+    )
 
 
 def test_explain_says_who_ran_and_why():
@@ -88,7 +90,7 @@ def test_explain_says_who_ran_and_why():
 
 
 def test_onednn_chunks_are_powers_of_two_and_bounded_in_bytes():
-    backend = BACKENDS["onednn"]
+    backend = BACKENDS["lstm"]["onednn"]
     for B in (1, 3, 16, 100, 512):
         for H in (1, 100, 512, 2000):
             steps = backend.chunk_steps(replace(CALL, B=B, H=H, P=H))

@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from fusedrnn.backends import BACKENDS
-from fusedrnn.backends.base import SAVE_MODES, Call
+from fusedrnn.backends.base import Call
+from fusedrnn.cells import LSTM as CELL
 from fusedrnn.kernels._device import H100
 
+LSTM = BACKENDS["lstm"]
 README = (Path(__file__).parents[1] / "README.md").read_text()
 CPU = Call(T=100, B=4, I=8, H=16, P=16, layers=1, directions=1, dtype=torch.float32, device="cpu", onednn=True)
 GPU = replace(CPU, device="cuda", gpu=H100, onednn=False)
@@ -25,15 +27,16 @@ FEATURES = {
 
 
 def table() -> str:
-    rows = {"CUDA": [not backend.refusals(GPU) for backend in BACKENDS.values()]}
-    rows["CPU"] = [not backend.refusals(CPU) for backend in BACKENDS.values()]
+    rows = {"CUDA": [not backend.refusals(GPU) for backend in LSTM.values()]}
+    rows["CPU"] = [not backend.refusals(CPU) for backend in LSTM.values()]
     for feature, changes in FEATURES.items():
         rows[feature] = [
-            any(not backend.refusals(replace(call, **changes)) for call in (CPU, GPU)) for backend in BACKENDS.values()
+            any(not backend.refusals(replace(call, **changes)) for call in (CPU, GPU)) for backend in LSTM.values()
         ]
-    for save in SAVE_MODES:
-        rows[f'`save="{save}"`'] = [save in backend.saves for backend in BACKENDS.values()]
-    lines = ["| | " + " | ".join(f"`{name}`" for name in BACKENDS) + " |", "|---" * (len(BACKENDS) + 1) + "|"]
+    for save in CELL.modes:
+        rows[f'`save="{save}"`'] = [save in backend.saves for backend in LSTM.values()]
+    rows["`fusedrnn.GRU`"] = [name in BACKENDS["gru"] for name in LSTM]
+    lines = ["| | " + " | ".join(f"`{name}`" for name in LSTM) + " |", "|---" * (len(LSTM) + 1) + "|"]
     lines += [
         f"| {name} | " + " | ".join("yes" if cell else "-" for cell in cells) + " |" for name, cells in rows.items()
     ]

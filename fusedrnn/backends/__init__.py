@@ -3,17 +3,26 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from fusedrnn.backends.base import SAVE_MODES, Backend, Call, ChunkedBackend
+from fusedrnn.backends.base import Backend, Call, ChunkedBackend
+from fusedrnn.backends.gru import GRUTorchStep
+from fusedrnn.backends.gru_triton import GRUTritonStep
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.backends.reference import Reference
 from fusedrnn.backends.torch_step import TorchStep
 from fusedrnn.backends.triton_sequence import TritonSequence
 from fusedrnn.backends.triton_step import TritonStep
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (TritonSequence(), TritonStep(), OneDNN(), TorchStep(), Reference())
+_BY_CELL: dict[str, tuple[Backend, ...]] = {
+    "lstm": (TritonSequence(), TritonStep(), OneDNN(), TorchStep(), Reference()),
+    "gru": (GRUTritonStep(), GRUTorchStep(), Reference()),
 }
-"""All backends by name, in the order in which "auto" prefers them."""
+BACKENDS: dict[str, dict[str, Backend]] = {
+    cell: {backend.name: backend for backend in backends} for cell, backends in _BY_CELL.items()
+}
+"""The backends of each cell by name, in the order in which "auto" prefers them."""
+
+NAMES = tuple(dict.fromkeys(name for backends in BACKENDS.values() for name in backends))
+"""All names."""
 
 _CPU_GATES_BYTES = 32 << 20
 """On the CPU, larger activations are faster computed again than kept: a larger block is mapped and zeroed by the kernel
@@ -40,7 +49,10 @@ def choose(call: Call, backend: str = "auto", save: str = "auto", chunk: int | s
         RuntimeError: If nothing fits; the message lists every backend with its reasons.
     """
     order, why = _save_order(call, save)
-    candidates = list(BACKENDS.values()) if backend == "auto" else [BACKENDS[backend]]
+    known = BACKENDS[call.cell.name]
+    if backend != "auto" and backend not in known:
+        raise RuntimeError(f"backend={backend!r} has no {call.cell.name}: take one of {', '.join(map(repr, known))}")
+    candidates = list(known.values()) if backend == "auto" else [known[backend]]
     reasons = {candidate.name: candidate.refusals(call) for candidate in candidates}
     for mode in order:
         for candidate in candidates:
@@ -69,7 +81,7 @@ def _save_order(call: Call, save: str) -> tuple[tuple[str, ...], str]:
     limit = int(call.gpu.memory * _GPU_GATES_FRACTION) if call.gpu else _CPU_GATES_BYTES
     sizes = f"gates and cells take {kept / 2**20:.1f} MiB, the limit is {limit / 2**20:.1f} MiB"
     if not call.grad:
-        return SAVE_MODES, "no backward pass follows, so nothing is saved"
+        return call.cell.modes, "no backward pass follows, so nothing is saved"
     if kept <= limit:
-        return SAVE_MODES, f"{sizes}: they are kept"
-    return ("hidden", "cells", "gates"), f"{sizes}: they are computed again"
+        return call.cell.modes, f"{sizes}: they are kept"
+    return call.cell.modes[::-1], f"{sizes}: they are computed again"

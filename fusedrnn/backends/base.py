@@ -8,12 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedrnn.cells import CellSpec, States, Weights, state_dtype
+from fusedrnn.cells import LSTM, CellSpec, States, Weights
 from fusedrnn.kernels import _device
 from fusedrnn.kernels._device import DeviceInfo
 from fusedrnn.layout import Chunk, SequenceLayout
-
-SAVE_MODES = ("gates", "cells", "hidden")
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class Call:
         gpu: Figures of the device, None where it is not a CUDA device.
         onednn: Whether torch may use oneDNN at present.
         recorded: Whether autograd can record operations, which it cannot inside an operator of torch.library.
+        cell: What each layer computes.
     """
 
     T: int
@@ -53,13 +52,12 @@ class Call:
     gpu: DeviceInfo | None = None
     onednn: bool = False
     recorded: bool = True
+    cell: CellSpec = LSTM
 
     def step_bytes(self, save: str) -> int:
         """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own output."""
-        element, state = self.dtype.itemsize, state_dtype(self.dtype).itemsize
-        per_unit = {"gates": 4 * element + state, "cells": state, "hidden": 0}[save]
-        inner = (self.layers - 1) * self.P * element
-        return self.B * self.directions * (self.layers * self.H * per_unit + inner)
+        inner = (self.layers - 1) * self.P * self.dtype.itemsize
+        return self.B * self.directions * (self.layers * self.H * self.cell.saved_bytes(save, self.dtype) + inner)
 
     def __str__(self) -> str:
         """Describe the call in the words of an error message."""
@@ -70,6 +68,7 @@ class Call:
             text += f", proj_size={self.P}"
         if self.layers > 1:
             text += f", num_layers={self.layers}"
+        text += f", {self.cell.name}" if self.cell is not LSTM else ""
         return text + (", bidirectional" if self.directions > 1 else "") + (", packed" if self.packed else "")
 
 
@@ -103,7 +102,7 @@ class Task:
         layers: Weights of the layers; the output of one is the input of the next.
         layout: Where the rows lie.
         reverse: Whether time runs backwards.
-        save: One of `SAVE_MODES`.
+        save: One of the cell's modes.
     """
 
     cell: CellSpec

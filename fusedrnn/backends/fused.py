@@ -1,4 +1,4 @@
-"""The data flow shared by every backend that computes a chunk with large products around a recurrence of its own.
+"""The LSTM's data flow in a chunk, for every backend that brings a recurrence of its own between large products.
 
 Forward, per chunk and layer: xproj = x W_ih^T + b goes into the gates buffer (one product), the recurrence turns it
 into activated gates in place and writes h and c. Backward: gates are taken from the slot or computed again (one
@@ -14,25 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import SAVE_MODES, Call, ChunkedBackend, Gradients, Task, Workspace
-from fusedrnn.cells import States, Weights, state_dtype
+from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace
+from fusedrnn.backends.rows import Field, add_product, chunk_steps, find, lay_out, project
+from fusedrnn.cells import LSTM, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
-
-_GATES_BYTES = 4 << 20
-_LEAST_STEPS = 32
-_ALIGNMENT = 256
-
-
-@dataclass(frozen=True)
-class _Field:
-    """One tensor in a slot: [rows, width] of one layer."""
-
-    name: str
-    layer: int
-    width: int
-    dtype: torch.dtype
-    start: int
-    stop: int
 
 
 @dataclass
@@ -51,9 +36,9 @@ class LayerBuffers:
 
 
 class FusedBackend(ChunkedBackend):
-    """Base of the backends that bring their own recurrence."""
+    """Base of the LSTM backends that bring their own recurrence."""
 
-    saves: ClassVar[tuple[str, ...]] = SAVE_MODES
+    saves: ClassVar[tuple[str, ...]] = LSTM.modes
 
     # What a backend brings.
 
@@ -100,8 +85,8 @@ class FusedBackend(ChunkedBackend):
         return fields[-1].stop if fields else 0
 
     def chunk_steps(self, call: Call) -> int:
-        """See `ChunkedBackend.chunk_steps`: gates of about 4 MiB, and at least 32 steps."""
-        return max(_LEAST_STEPS, _GATES_BYTES // max(1, 4 * call.B * call.H * call.dtype.itemsize))
+        """See `ChunkedBackend.chunk_steps`."""
+        return chunk_steps(call)
 
     def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
         """See `ChunkedBackend.needs`."""
@@ -116,7 +101,7 @@ class FusedBackend(ChunkedBackend):
         finals = []
         for index, weights in enumerate(task.layers):
             buffers = _buffers(task, index, chunk.rows, fields, slot, y, x.dtype, work)
-            _project(x, weights, buffers.gates)
+            project(x, weights.weight_ih, _bias(weights), buffers.gates)
             finals.append(
                 self.recurrence_forward(
                     weights,
@@ -153,7 +138,7 @@ class FusedBackend(ChunkedBackend):
         for index in reversed(range(len(task.layers))):
             weights, sums = task.layers[index], grads.layers[index]
             buffers = _buffers(task, index, chunk.rows, fields, slot, y, dtype, work)
-            below = x if index == 0 else _find(fields, "h", index - 1, slot)
+            below = x if index == 0 else find(fields, "h", index - 1, slot)
             h0, c0 = states[0][index], states[1][index]
             if task.save != "gates":
                 assert below is not None
@@ -179,44 +164,30 @@ class FusedBackend(ChunkedBackend):
         self, weights: Weights, buffers: LayerBuffers, below: Tensor, h0: Tensor, steps: Steps
     ) -> None:
         """Compute the chunk's pre-activations again, with every h known."""
-        _project(below, weights, buffers.gates)
+        project(below, weights.weight_ih, _bias(weights), buffers.gates)
         for start, stop, source, from_state in steps.links:
             before = h0 if from_state else buffers.h
             buffers.gates[start:stop].addmm_(before[source : source + stop - start], weights.weight_hh.t())
 
 
-def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[_Field]:
+def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
     """Lay out a slot: per layer the gates, c, and the output where it is not the user's."""
-    fields: list[_Field] = []
-    stop = 0
+    wanted = []
     for index, weights in enumerate(task.layers):
-        wanted = []
         if task.save == "gates":
-            wanted.append(("gates", 4 * weights.hidden_size, dtype))
+            wanted.append(("gates", index, 4 * weights.hidden_size, dtype))
         if task.save != "hidden":
-            wanted.append(("c", weights.hidden_size, state_dtype(dtype)))
+            wanted.append(("c", index, weights.hidden_size, state_dtype(dtype)))
         if index + 1 < len(task.layers):
-            wanted.append(("h", weights.output_size, dtype))
-        for name, width, element in wanted:
-            start = -(-stop // _ALIGNMENT) * _ALIGNMENT
-            stop = start + rows * width * element.itemsize
-            fields.append(_Field(name, index, width, element, start, stop))
-    return fields
-
-
-def _find(fields: list[_Field], name: str, layer: int, buffer: Tensor | None) -> Tensor | None:
-    """Return a field's tensor [rows, width] in the slot's buffer, or None where the slot has no such field."""
-    for field in fields:
-        if (field.name, field.layer) == (name, layer) and buffer is not None:
-            return buffer[field.start : field.stop].view(field.dtype).view(-1, field.width)
-    return None
+            wanted.append(("h", index, weights.output_size, dtype))
+    return lay_out(rows, wanted)
 
 
 def _buffers(
     task: Task,
     index: int,
     rows: int,
-    fields: list[_Field],
+    fields: list[Field],
     slot: Tensor | None,
     y: Tensor | None,
     dtype: torch.dtype,
@@ -224,9 +195,9 @@ def _buffers(
 ) -> LayerBuffers:
     """Collect a layer's tensors: from the slot where they are saved, else scratch; the last layer's output is y."""
     H, P = task.layers[index].hidden_size, task.layers[index].output_size
-    gates = _find(fields, "gates", index, slot)
-    c = _find(fields, "c", index, slot)
-    h = y if index + 1 == len(task.layers) else _find(fields, "h", index, slot)
+    gates = find(fields, "gates", index, slot)
+    c = find(fields, "c", index, slot)
+    h = y if index + 1 == len(task.layers) else find(fields, "h", index, slot)
     return LayerBuffers(
         work.get("gates", (rows, 4 * H), dtype) if gates is None else gates,
         work.get("c", (rows, H), state_dtype(dtype)) if c is None else c,
@@ -234,12 +205,8 @@ def _buffers(
     )
 
 
-def _project(x: Tensor, weights: Weights, out: Tensor) -> None:
-    """Write x W_ih^T + b_ih + b_hh to `out` [rows, 4H]."""
-    if weights.bias_ih is None or weights.bias_hh is None:
-        torch.mm(x, weights.weight_ih.t(), out=out)
-    else:
-        torch.addmm(weights.bias_ih + weights.bias_hh, x, weights.weight_ih.t(), out=out)
+def _bias(weights: Weights) -> Tensor | None:
+    return None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
 
 
 def _unprojected(buffers: LayerBuffers, work: Workspace) -> Tensor:
@@ -264,25 +231,15 @@ def _add_products(
     total = Weights(*sums)  # type: ignore[arg-type]
     dgates = buffers.gates
     if total.weight_ih is not None and below is not None:
-        _add_product(total.weight_ih, dgates, below)
+        add_product(total.weight_ih, dgates, below)
     if total.weight_hh is not None:
         for start, stop, source, from_state in steps.links:
             before = h0 if from_state else buffers.h
-            _add_product(total.weight_hh, dgates[start:stop], before[source : source + stop - start])
+            add_product(total.weight_hh, dgates[start:stop], before[source : source + stop - start])
     if total.bias_ih is not None or total.bias_hh is not None:
         db = dgates.sum(0, dtype=state_dtype(dgates.dtype))
         for bias in (total.bias_ih, total.bias_hh):
             if bias is not None:
                 bias.add_(db)
     if total.weight_hr is not None and unprojected is not None and dproj is not None:
-        _add_product(total.weight_hr, dproj, unprojected)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a^T b to `total` in its own dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a.t(), b)
-    elif a.is_cuda:
-        total.add_(torch.mm(a.t(), b, out_dtype=total.dtype))
-    else:
-        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
+        add_product(total.weight_hr, dproj, unprojected)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Workspace
 from fusedrnn.backends.fused import FusedBackend, LayerBuffers
+from fusedrnn.backends.rows import finals, previous
 from fusedrnn.cells import Weights
 from fusedrnn.layout import Steps
 
@@ -47,7 +48,7 @@ class StepBackend(FusedBackend):
         """See `FusedBackend.recurrence_forward`."""
         assert buffers.c is not None
         self.launch_forward(weights, buffers, h0, c0, steps, store, work)
-        return _finals(buffers.h, h0, steps), _finals(buffers.c, c0, steps)
+        return finals(buffers.h, h0, steps), finals(buffers.c, c0, steps)
 
     def launch_forward(
         self,
@@ -66,9 +67,9 @@ class StepBackend(FusedBackend):
         for offset, n in steps.spans():
             rows = slice(offset, offset + n)
             pre, y, c = buffers.gates[rows], buffers.h[rows], buffers.c[rows]
-            pre.addmm_(_previous(buffers.h, h0, before, n_before, n), hh)
+            pre.addmm_(previous(buffers.h, h0, before, n_before, n), hh)
             h = y if hr is None else work.get("h", tuple(c.shape), y.dtype)
-            self.step_forward(pre, _previous(buffers.c, c0, before, n_before, n), h, c, store)
+            self.step_forward(pre, previous(buffers.c, c0, before, n_before, n), h, c, store)
             if hr is not None:
                 torch.mm(h, hr, out=y)
             before, n_before = offset, n
@@ -93,27 +94,10 @@ class StepBackend(FusedBackend):
             offset, n = spans[index]
             before, n_before = spans[index - 1] if index else (0, 0)
             rows = slice(offset, offset + n)
-            c_prev = _previous(buffers.c, c0, before, n_before, n)
+            c_prev = previous(buffers.c, c0, before, n_before, n)
             dy_step, dh_step = None if dy is None else dy[rows], dh[:n]
             if dproj is not None and weights.weight_hr is not None:
                 torch.add(dh_step, 0 if dy_step is None else dy_step, out=dproj[rows])
                 dy_step, dh_step = None, torch.mm(dproj[rows], weights.weight_hr)
             self.step_backward(prepared, buffers, rows, c_prev, dy_step, dh_step, dc[:n])
             torch.mm(buffers.gates[rows], weights.weight_hh, out=dh[:n])
-
-
-def _previous(rows: Tensor, initial: Tensor, before: int, n_before: int, n: int) -> Tensor:
-    """Return the states [n, ...] that a step of n rows follows: a view where they lie together."""
-    if n <= n_before:
-        return rows[before : before + n]
-    if not n_before:
-        return initial[:n]
-    return torch.cat((rows[before : before + n_before], initial[n_before:n]))
-
-
-def _finals(rows: Tensor, initial: Tensor, steps: Steps) -> Tensor:
-    """Return the states after the chunk, a tensor of its own."""
-    after = initial.clone()
-    for start, stop, row in steps.finals:
-        after[start:stop] = rows[row : row + stop - start]
-    return after

@@ -26,19 +26,24 @@ def row_tensors(steps: Steps, device: torch.device) -> tuple[Tensor, Tensor]:
     return offsets.to(device, non_blocking=True), batches.to(device, non_blocking=True)
 
 
+def triton_refusals(call: Call) -> list[str]:
+    """Refusals common to every backend on Triton kernels."""
+    reasons = plain_call(call)
+    if not _installed():
+        reasons.append("Triton is not installed (pip install triton)")
+    if call.device != "cuda" and not (call.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        reasons.append(f"its kernels run on CUDA devices, the input is on {call.device}")
+    if call.dtype == torch.float64:
+        reasons.append("its kernels compute in float32, the input is float64")
+    return reasons
+
+
 class TritonBackend(FusedBackend):
-    """Base of the backends on Triton kernels."""
+    """Base of the LSTM backends on Triton kernels."""
 
     def refusals(self, call: Call) -> list[str]:
         """See `Backend.refusals`."""
-        reasons = plain_call(call)
-        if not _installed():
-            reasons.append("Triton is not installed (pip install triton)")
-        if call.device != "cuda" and not (call.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-            reasons.append(f"its kernels run on CUDA devices, the input is on {call.device}")
-        if call.dtype == torch.float64:
-            reasons.append("its kernels compute in float32, the input is float64")
-        return reasons
+        return triton_refusals(call)
 
     def recompute(self, buffers: LayerBuffers, c0: Tensor, steps: Steps, cells_known: bool) -> None:
         """See `FusedBackend.recompute`."""

@@ -65,7 +65,7 @@ def test_replayed_chunks_give_the_same_bits(device, save, monkeypatch):
 
     cache = GraphCache() if device.type == "cuda" else GraphCache(Graph)
     monkeypatch.setattr(cache, "worthwhile", lambda gates, n_steps: n_steps > 1)
-    monkeypatch.setattr(BACKENDS["triton_step"], "graphs", cache)
+    monkeypatch.setattr(BACKENDS["lstm"]["triton_step"], "graphs", cache)
     for before, data in zip(plain, (x, y), strict=True):
         found = results(module, data)
         assert all(torch.equal(found[name], before[name]) for name in before)

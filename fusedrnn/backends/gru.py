@@ -1,0 +1,275 @@
+"""The GRU's data flow in a chunk: large products around a recurrence, and that recurrence step by step.
+
+Forward, per chunk and layer: xproj = x W_ih^T + b_ih goes into the gates buffer (one product); each step multiplies
+h_prev by W_hh and does the rest elementwise. The reset gate acts behind that product, so its part for n, here `hn`, is
+kept beside the gates. Backward: with dh the gradient of h,
+
+    dn = dh (1 - z) (1 - n^2), dz = dh (h_prev - n) z (1 - z), dr = dn hn r (1 - r), dhn = dn r,
+
+and dh_prev = dh z + (dr, dz, dhn) W_hh. The gradients of input and weights are products over the whole chunk.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace, plain_call
+from fusedrnn.backends.rows import Field, add_product, chunk_steps, finals, find, lay_out, previous, project
+from fusedrnn.cells import GRU, States, Weights, state_dtype
+from fusedrnn.layout import Chunk, Steps
+
+
+@dataclass
+class GRUBuffers:
+    """The tensors of one layer in one chunk, all of them rows.
+
+    Args:
+        gates: [rows, 3H]: input projection, then r, z, n, then the gradients of the input projection.
+        hn: [rows, H]: recurrent product of n with its bias, then its gradient.
+        h: [rows, H]: outputs.
+    """
+
+    gates: Tensor
+    hn: Tensor
+    h: Tensor
+
+
+class GRUBackend(ChunkedBackend):
+    """Base of the GRU backends: everything but what is elementwise."""
+
+    saves: ClassVar[tuple[str, ...]] = GRU.modes
+
+    # What a backend brings.
+
+    def step_forward(self, pre: Tensor, hproj: Tensor, h_prev: Tensor, h: Tensor, hn: Tensor | None) -> None:
+        """Compute one step: write h [n, H]; unless `hn` is None, also hn [n, H] and r, z, n over `pre` [n, 3H].
+
+        Args:
+            pre: Input projection [n, 3H].
+            hproj: Recurrent product with its bias [n, 3H], may be overwritten.
+            h_prev: Outputs before the step [n, H].
+            h: Receives the outputs.
+            hn: Receives the recurrent product of n, or None.
+        """
+        raise NotImplementedError
+
+    def activate(self, pre: Tensor, hproj: Tensor, hn: Tensor) -> None:
+        """Write r, z, n over `pre` and the recurrent product of n to `hn`, as `step_forward` does, for any rows."""
+        raise NotImplementedError
+
+    def step_backward(self, gates: Tensor, hn: Tensor, h_prev: Tensor, dy: Tensor | None, dh: Tensor) -> None:
+        """Turn one step's gates and hn into gradients, and dh [n, H] into dh z, all in place; dh includes no dy yet."""
+        raise NotImplementedError
+
+    # The flow of a chunk.
+
+    def refusals(self, call: Call) -> list[str]:
+        """See `Backend.refusals`."""
+        return plain_call(call)
+
+    def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
+        """See `ChunkedBackend.slot_bytes`."""
+        fields = _fields(task, rows, dtype)
+        return fields[-1].stop if fields else 0
+
+    def chunk_steps(self, call: Call) -> int:
+        """See `ChunkedBackend.chunk_steps`."""
+        return chunk_steps(call)
+
+    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
+        """See `ChunkedBackend.needs`: dz needs h_prev, whatever is saved."""
+        return save != "gates" or weights_need_grad, True
+
+    def forward_chunk(
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+    ) -> States:
+        """See `ChunkedBackend.forward_chunk`."""
+        fields = _fields(task, chunk.rows, x.dtype)
+        after = []
+        for index, weights in enumerate(task.layers):
+            buffers = _buffers(task, index, chunk.rows, fields, slot, y, x.dtype, work)
+            project(x, weights.weight_ih, weights.bias_ih, buffers.gates)
+            store = slot is not None and task.save == "gates"
+            h0, before, n_before = states[0][index], 0, 0
+            for offset, n in chunk.steps.spans():
+                rows = slice(offset, offset + n)
+                h_prev = previous(buffers.h, h0, before, n_before, n)
+                hproj = work.get("hproj", (n, 3 * weights.hidden_size), x.dtype)
+                project(h_prev, weights.weight_hh, weights.bias_hh, hproj)
+                hn = buffers.hn[rows] if store else None
+                self.step_forward(buffers.gates[rows], hproj, h_prev, buffers.h[rows], hn)
+                before, n_before = offset, n
+            after.append(finals(buffers.h, h0, chunk.steps))
+            x = buffers.h
+        return (torch.stack(after),)
+
+    def backward_chunk(
+        self,
+        task: Task,
+        chunk: Chunk,
+        x: Tensor | None,
+        y: Tensor | None,
+        states: States,
+        slot: Tensor,
+        dy: Tensor | None,
+        dstates: States,
+        grads: Gradients,
+        keep: bool,
+        work: Workspace,
+    ) -> States:
+        """See `ChunkedBackend.backward_chunk`."""
+        (dh,) = dstates
+        dtype = dh.dtype
+        fields = _fields(task, chunk.rows, dtype)
+        for index in reversed(range(len(task.layers))):
+            weights = task.layers[index]
+            buffers = _buffers(task, index, chunk.rows, fields, slot, y, dtype, work)
+            below = x if index == 0 else find(fields, "h", index - 1, slot)
+            h0 = states[0][index]
+            if task.save != "gates":
+                assert below is not None
+                project(below, weights.weight_ih, weights.bias_ih, buffers.gates)
+                hproj = work.get("hproj", tuple(buffers.gates.shape), dtype)
+                for start, stop, source, from_state in chunk.steps.links:
+                    before = (h0 if from_state else buffers.h)[source : source + stop - start]
+                    project(before, weights.weight_hh, weights.bias_hh, hproj[start:stop])
+                self.activate(buffers.gates, hproj, buffers.hn)
+            elif keep:
+                buffers.gates = work.get("dgates", tuple(buffers.gates.shape), dtype).copy_(buffers.gates)
+                buffers.hn = work.get("dhn", tuple(buffers.hn.shape), dtype).copy_(buffers.hn)
+            self.recurrence_backward(weights, buffers, h0, dy, dh[index], chunk.steps)
+            _add_products(grads.layers[index], buffers, below, h0, chunk.steps)
+            if index > 0:
+                dy = work.get("dy", (chunk.rows, weights.weight_ih.shape[1]), dtype)
+                torch.mm(buffers.gates, weights.weight_ih, out=dy)
+            elif grads.dx is not None:
+                grads.dx.addmm_(buffers.gates, weights.weight_ih, beta=1 if grads.add else 0)
+        return (dh,)
+
+    def recurrence_backward(
+        self, weights: Weights, buffers: GRUBuffers, h0: Tensor, dy: Tensor | None, dh: Tensor, steps: Steps
+    ) -> None:
+        """Run the steps backwards: turn gates and hn into their gradients and dh into that before the chunk."""
+        H = weights.hidden_size
+        weight_rz, weight_n = weights.weight_hh[: 2 * H], weights.weight_hh[2 * H :]
+        spans = list(steps.spans())
+        for index in reversed(range(len(spans))):
+            offset, n = spans[index]
+            before, n_before = spans[index - 1] if index else (0, 0)
+            rows = slice(offset, offset + n)
+            h_prev = previous(buffers.h, h0, before, n_before, n)
+            gates, hn = buffers.gates[rows], buffers.hn[rows]
+            self.step_backward(gates, hn, h_prev, None if dy is None else dy[rows], dh[:n])
+            dh[:n].addmm_(gates[:, : 2 * H], weight_rz).addmm_(hn, weight_n)
+
+
+class GRUTorchStep(GRUBackend):
+    """The elementwise part in torch operators."""
+
+    name = "torch_step"
+
+    def step_forward(self, pre: Tensor, hproj: Tensor, h_prev: Tensor, h: Tensor, hn: Tensor | None) -> None:
+        """See `GRUBackend.step_forward`."""
+        gates = pre if hn is not None else pre.clone()
+        self.activate(gates, hproj, hproj[:, -h.shape[1] :] if hn is None else hn)
+        _, z, n = gates.view(len(gates), 3, -1).unbind(1)
+        torch.lerp(n, h_prev, z, out=h)
+
+    def activate(self, pre: Tensor, hproj: Tensor, hn: Tensor) -> None:
+        """See `GRUBackend.activate`."""
+        rows, H = hn.shape
+        wide = state_dtype(pre.dtype)
+        gates, products = pre.view(rows, 3, H).to(wide), hproj.view(rows, 3, H)
+        gates[:, :2].add_(products[:, :2]).sigmoid_()
+        gates[:, 2].addcmul_(gates[:, 0], products[:, 2].to(wide)).tanh_()
+        hn.copy_(products[:, 2])
+        if wide != pre.dtype:
+            pre.copy_(gates.view(rows, 3 * H))
+
+    def recurrence_backward(
+        self, weights: Weights, buffers: GRUBuffers, h0: Tensor, dy: Tensor | None, dh: Tensor, steps: Steps
+    ) -> None:
+        """See `GRUBackend.recurrence_backward`: all gradients of a step are dh times what is known beforehand."""
+        rows, H = buffers.hn.shape
+        wide = state_dtype(buffers.hn.dtype)
+        factors, by_hn = buffers.gates.view(rows, 3, H).to(wide), buffers.hn.to(wide)
+        r, z, n = factors.unbind(1)
+        by_h = z.clone()
+        by_n = (1 - z) * (1 - n * n)
+        z.mul_(1 - z)
+        for start, stop, source, from_state in steps.links:
+            before = (h0 if from_state else buffers.h)[source : source + stop - start]
+            z[start:stop].mul_(before - n[start:stop])
+        n.copy_(by_n)
+        reset = by_n * r
+        torch.mul(reset, 1 - r, out=r).mul_(by_hn)
+        by_hn.copy_(reset)
+        weight_rz, weight_n = weights.weight_hh[: 2 * H], weights.weight_hh[2 * H :]
+        for offset, count in reversed(list(steps.spans())):
+            at = slice(offset, offset + count)
+            carried = dh[:count]
+            total = carried if dy is None else carried + dy[at]
+            total = total.to(wide)
+            factors[at].mul_(total[:, None])
+            by_hn[at].mul_(total)
+            if wide != buffers.hn.dtype:
+                buffers.gates[at] = factors[at].view(count, 3 * H)
+                buffers.hn[at] = by_hn[at]
+            carried.copy_(by_h[at].mul_(total))
+            carried.addmm_(buffers.gates[at, : 2 * H], weight_rz).addmm_(buffers.hn[at], weight_n)
+
+
+def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
+    """Lay out a slot: per layer the gates and hn, and the output where it is not the user's."""
+    wanted = []
+    for index, weights in enumerate(task.layers):
+        if task.save == "gates":
+            wanted += [("gates", index, 3 * weights.hidden_size, dtype), ("hn", index, weights.hidden_size, dtype)]
+        if index + 1 < len(task.layers):
+            wanted.append(("h", index, weights.hidden_size, dtype))
+    return lay_out(rows, wanted)
+
+
+def _buffers(
+    task: Task,
+    index: int,
+    rows: int,
+    fields: list[Field],
+    slot: Tensor | None,
+    y: Tensor | None,
+    dtype: torch.dtype,
+    work: Workspace,
+) -> GRUBuffers:
+    """Collect a layer's tensors: from the slot where they are saved, else scratch; the last layer's output is y."""
+    H = task.layers[index].hidden_size
+    gates, hn = find(fields, "gates", index, slot), find(fields, "hn", index, slot)
+    h = y if index + 1 == len(task.layers) else find(fields, "h", index, slot)
+    return GRUBuffers(
+        work.get("gates", (rows, 3 * H), dtype) if gates is None else gates,
+        work.get("hn", (rows, H), dtype) if hn is None else hn,
+        work.get(f"h{index % 2}", (rows, H), dtype) if h is None else h,
+    )
+
+
+def _add_products(
+    sums: list[Tensor | None], buffers: GRUBuffers, below: Tensor | None, h0: Tensor, steps: Steps
+) -> None:
+    """Add the chunk's share of the weights' gradients."""
+    total = Weights(*sums)  # type: ignore[arg-type]
+    dgates, dhn = buffers.gates, buffers.hn
+    both = 2 * dhn.shape[1]
+    if total.weight_ih is not None and below is not None:
+        add_product(total.weight_ih, dgates, below)
+    if total.weight_hh is not None:
+        for start, stop, source, from_state in steps.links:
+            before = (h0 if from_state else buffers.h)[source : source + stop - start]
+            add_product(total.weight_hh[:both], dgates[start:stop, :both], before)
+            add_product(total.weight_hh[both:], dhn[start:stop], before)
+    wide = state_dtype(dgates.dtype)
+    if total.bias_ih is not None:
+        total.bias_ih.add_(dgates.sum(0, dtype=wide))
+    if total.bias_hh is not None:
+        total.bias_hh[:both].add_(dgates[:, :both].sum(0, dtype=wide))
+        total.bias_hh[both:].add_(dhn.sum(0, dtype=wide))

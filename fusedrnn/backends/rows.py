@@ -1,0 +1,85 @@
+"""What the flows of all cells do with the rows of a chunk: lay out its slot, find states, multiply."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedrnn.backends.base import Call
+from fusedrnn.layout import Steps
+
+_GATES_BYTES = 4 << 20
+_LEAST_STEPS = 32
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor in a slot: [rows, width] of one layer."""
+
+    name: str
+    layer: int
+    width: int
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+def lay_out(rows: int, wanted: Iterable[tuple[str, int, int, torch.dtype]]) -> list[Field]:
+    """Lay out a slot for tensors of `rows` rows, each given as (name, layer, width, dtype)."""
+    fields: list[Field] = []
+    stop = 0
+    for name, layer, width, dtype in wanted:
+        start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        stop = start + rows * width * dtype.itemsize
+        fields.append(Field(name, layer, width, dtype, start, stop))
+    return fields
+
+
+def find(fields: list[Field], name: str, layer: int, buffer: Tensor | None) -> Tensor | None:
+    """Return a field's tensor [rows, width] in the slot's buffer, or None where the slot has no such field."""
+    for field in fields:
+        if (field.name, field.layer) == (name, layer) and buffer is not None:
+            return buffer[field.start : field.stop].view(field.dtype).view(-1, field.width)
+    return None
+
+
+def chunk_steps(call: Call) -> int:
+    """Return how many steps have pre-activations of about 4 MiB, and at least 32."""
+    return max(_LEAST_STEPS, _GATES_BYTES // max(1, call.cell.gates * call.B * call.H * call.dtype.itemsize))
+
+
+def previous(rows: Tensor, initial: Tensor, before: int, n_before: int, n: int) -> Tensor:
+    """Return the states [n, ...] that a step of n rows follows: a view where they lie together."""
+    if n <= n_before:
+        return rows[before : before + n]
+    if not n_before:
+        return initial[:n]
+    return torch.cat((rows[before : before + n_before], initial[n_before:n]))
+
+
+def finals(rows: Tensor, initial: Tensor, steps: Steps) -> Tensor:
+    """Return the states after the chunk, a tensor of its own."""
+    after = initial.clone()
+    for start, stop, row in steps.finals:
+        after[start:stop] = rows[row : row + stop - start]
+    return after
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write x W^T + b to `out`."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a^T b to `total` in its own dtype."""
+    if a.dtype == total.dtype:
+        total.addmm_(a.t(), b)
+    elif a.is_cuda:
+        total.add_(torch.mm(a.t(), b, out_dtype=total.dtype))
+    else:
+        total.addmm_(a.t().to(total.dtype), b.to(total.dtype))
