@@ -9,12 +9,28 @@ from fusedrnn.modules import GRU, LSTM
 from fusedrnn.offload import OffloadConfig, OffloadHostFull, offload
 
 if TYPE_CHECKING:
+    from fusedrnn.convert import convert, convert_back
     from fusedrnn.dynamic import dynamic_rnn
 
 __version__ = _version("fusedrnn")
-__all__ = ["GRU", "LSTM", "OffloadConfig", "OffloadHostFull", "__version__", "dynamic_rnn", "lstm", "offload"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "OffloadConfig",
+    "OffloadHostFull",
+    "__version__",
+    "convert",
+    "convert_back",
+    "dynamic_rnn",
+    "lstm",
+    "offload",
+]
 
-_LATER = {"dynamic_rnn": "fusedrnn.dynamic"}
+_LATER = {
+    "convert": "fusedrnn.convert",
+    "convert_back": "fusedrnn.convert",
+    "dynamic_rnn": "fusedrnn.dynamic",
+}
 """What is imported when it is first asked for, so that `import fusedrnn` stays quick."""
 
 

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends import choose
-from fusedrnn.backends.base import Call, Task, gpu_of
+from fusedrnn.backends.base import Call, gpu_of
 from fusedrnn.cells import CELLS, CellSpec, States, Weights
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload.resident import ResidentStack
-from fusedrnn.sequence import Plan, backward_pass, forward_pass
+from fusedrnn.sequence import Plan, backward_pass, forward_pass, tasks
 
 
 def run(
     cell: CellSpec,
     parts: list[tuple[Weights, ...]],
     reverses: list[bool],
+    resets: Tensor | None,
     x: Tensor,
     states: States,
     backend: str,
@@ -33,6 +34,7 @@ def run(
         cell: What each layer computes.
         parts: Weights of the layers, per direction.
         reverses: Per direction, whether time runs backwards.
+        resets: bool [T, B], true where the states start anew before a step, or None.
         x: Input [T, B, I].
         states: Initial states, each [directions * layers, B, width].
         backend: As for `fusedrnn.LSTM`.
@@ -48,13 +50,14 @@ def run(
     grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *flat))
     steps = 0 if isinstance(chunk, str) else chunk
     options = cell.name, present, reverses, backend, save, steps, grad
-    y, *rest = torch.ops.fusedrnn.layers(x, list(states), flat, *options)
+    y, *rest = torch.ops.fusedrnn.layers(x, list(states), flat, resets, *options)
     return y, tuple(rest[: len(states)])
 
 
 def _plan(
     x: Tensor,
     flat: list[Tensor],
+    resets: Tensor | None,
     cell: str,
     present: list[bool],
     reverses: list[bool],
@@ -82,11 +85,14 @@ def _plan(
         gpu=gpu_of(x.device),
         recorded=False,
         cell=CELLS[cell],
+        resets=resets is not None,
     )
     choice = choose(call, backend, save, steps or "auto")
     layout = SequenceLayout(call.T, call.B)
-    tasks = tuple(Task(CELLS[cell], (), layout, reverse, choice.save) for reverse in reverses)
-    return Plan(tasks, choice.backend, choice.chunk, ResidentStack(x.device) if grad else None).with_layers(layers)
+    depth = call.layers
+    parts = [tuple(layers[k : k + depth]) for k in range(0, len(layers), depth)]
+    made = tasks(CELLS[cell], parts, reverses, layout, choice.save, resets)
+    return Plan(made, choice.backend, choice.chunk, ResidentStack(x.device) if grad else None)
 
 
 @torch.library.custom_op("fusedrnn::layers", mutates_args=())
@@ -94,6 +100,7 @@ def _layers(
     x: Tensor,
     states: list[Tensor],
     weights: list[Tensor],
+    resets: Tensor | None,
     cell: str,
     present: list[bool],
     reverses: list[bool],
@@ -103,7 +110,7 @@ def _layers(
     grad: bool,
 ) -> list[Tensor]:
     """Return the output [T, B, directions * P], the final states, and the chunks' buffers."""
-    plan = _plan(x, weights, cell, present, reverses, backend, save, steps, grad)
+    plan = _plan(x, weights, resets, cell, present, reverses, backend, save, steps, grad)
     y, finals, _ = forward_pass(plan, x, tuple(states))
     return [y.view(*x.shape[:2], -1), *finals, *(plan.stack.take() if plan.stack else [])]
 
@@ -113,6 +120,7 @@ def _layers_fake(
     x: Tensor,
     states: list[Tensor],
     weights: list[Tensor],
+    resets: Tensor | None,
     cell: str,
     present: list[bool],
     reverses: list[bool],
@@ -121,7 +129,7 @@ def _layers_fake(
     steps: int,
     grad: bool,
 ) -> list[Tensor]:
-    plan = _plan(x, weights, cell, present, reverses, backend, save, steps, grad)
+    plan = _plan(x, weights, resets, cell, present, reverses, backend, save, steps, grad)
     out = [x.new_empty(*x.shape[:2], len(reverses) * plan.tasks[0].layers[-1].output_size)]
     out += [torch.empty_like(state, memory_format=torch.contiguous_format) for state in states]
     entered = plan.states(0, tuple(states))
@@ -137,6 +145,7 @@ def _layers_backward(
     states: list[Tensor],
     buffers: list[Tensor],
     weights: list[Tensor],
+    resets: Tensor | None,
     cell: str,
     present: list[bool],
     reverses: list[bool],
@@ -147,7 +156,7 @@ def _layers_backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """Return the gradients of the input (if it needs one), of the states, and of the weights that need one."""
-    plan = _plan(x, weights, cell, present, reverses, backend, save, steps, grad=True)
+    plan = _plan(x, weights, resets, cell, present, reverses, backend, save, steps, grad=True)
     stack = plan.stack
     assert isinstance(stack, ResidentStack)
     stack.give(buffers)
@@ -167,6 +176,7 @@ def _layers_backward_fake(
     states: list[Tensor],
     buffers: list[Tensor],
     weights: list[Tensor],
+    resets: Tensor | None,
     cell: str,
     present: list[bool],
     reverses: list[bool],
@@ -182,25 +192,25 @@ def _layers_backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, states, weights, *options, grad = inputs
+    x, states, weights, resets, *options, _ = inputs
     n = len(states)
-    ctx.save_for_backward(x, output[0], *weights, *states, *output[1 + n :])
-    ctx.options, ctx.counts, ctx.grad = options, (len(weights), n), grad
+    ctx.save_for_backward(x, output[0], resets, *weights, *states, *output[1 + n :])
+    ctx.options, ctx.counts = options, (len(weights), n)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    x, y, *rest = ctx.saved_tensors
+    x, y, resets, *rest = ctx.saved_tensors
     n_weights, n = ctx.counts
     weights, states, buffers = rest[:n_weights], rest[n_weights:][:n], rest[n_weights + n :]
     like = [y, *states]
     given = [torch.zeros_like(t) if grad is None else grad for grad, t in zip(grads[: n + 1], like, strict=True)]
     needs_x, needs = ctx.needs_input_grad[0], [bool(needed) for needed in ctx.needs_input_grad[2]]
     found = iter(
-        torch.ops.fusedrnn.layers_backward(given, x, y, states, buffers, weights, *ctx.options, needs_x, needs)
+        torch.ops.fusedrnn.layers_backward(given, x, y, states, buffers, weights, resets, *ctx.options, needs_x, needs)
     )
     dx = next(found) if needs_x else None
     dstates = [next(found) for _ in range(n)]
-    return dx, dstates, [next(found) if needed else None for needed in needs], *[None] * 7
+    return dx, dstates, [next(found) if needed else None for needed in needs], *[None] * 8
 
 
 _layers.register_autograd(_backward, setup_context=_setup_context)

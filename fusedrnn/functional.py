@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from fusedrnn import _checks
 from fusedrnn.backends import NAMES, Choice, choose
-from fusedrnn.backends.base import Call, ChunkedBackend, Task, gpu_of
+from fusedrnn.backends.base import Call, ChunkedBackend, gpu_of
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
 from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, innermost, offloader
 from fusedrnn.offload.resident import ResidentStack
-from fusedrnn.sequence import Plan, Stack, run
+from fusedrnn.sequence import Plan, Stack, run, tasks
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def lstm(
     weight_hr: Tensor | None = None,
     *,
     reverse: bool = False,
+    resets: Tensor | None = None,
     save: str = "auto",
     chunk: int | str = "auto",
     backend: str = "auto",
@@ -70,6 +71,7 @@ def lstm(
         bias_hh: [4H], or None; both biases are given or neither.
         weight_hr: Projection [P, H], or None.
         reverse: Run from the last step to the first.
+        resets: bool [T, B], true where the state starts anew, at zero, before a step; see `fusedrnn.LSTM.forward`.
         save: What is kept for the backward pass; see `fusedrnn.LSTM`.
         chunk: Timesteps per chunk, or "auto"; see `fusedrnn.LSTM`.
         backend: Who computes it; see `fusedrnn.LSTM`.
@@ -95,7 +97,9 @@ def lstm(
         shapes = (layout.batch, P), (layout.batch, H)
         h0, c0 = check_states(state, LSTM.states, ("(B, P)", "(B, H)"), shapes, x)
         states = h0[None], c0[None]
-    y, (h, c), _ = run_layers(LSTM, x, states, [weights], layout, options, reverse=reverse)
+    y, (h, c), _ = run_layers(
+        LSTM, x, states, [weights], layout, options, reverse=reverse, resets=check_resets(resets, layout, x)
+    )
     return y, (h[0], c[0])
 
 
@@ -110,6 +114,7 @@ def run_layers(
     directions: int = 1,
     dropout: float = 0.0,
     reverse: bool = False,
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, States, Choice | None]:
     """Run a stack of layers whose arguments have been checked.
 
@@ -123,6 +128,7 @@ def run_layers(
         directions: 1, or 2 for bidirectional layers.
         dropout: Probability of dropout between layers; 0 when evaluating.
         reverse: With one direction: run from the last step to the first.
+        resets: bool [T, B], true where the states start anew before a step, or None.
 
     Returns:
         The output, the final states, and who ran it (None while compiling).
@@ -131,7 +137,16 @@ def run_layers(
         from fusedrnn.uncompiled import run_uncompiled
 
         return run_uncompiled(
-            cell, x, states, layers, layout, options, directions=directions, dropout=dropout, reverse=reverse
+            cell,
+            x,
+            states,
+            layers,
+            layout,
+            options,
+            directions=directions,
+            dropout=dropout,
+            reverse=reverse,
+            resets=resets,
         )
     x, states, layers, autocast = _under_autocast(x, states, layers)
     states = _initial(cell, x, states, layers, layout)
@@ -139,14 +154,14 @@ def run_layers(
     choice = None
     saving: AbstractContextManager[Any] = nullcontext()
     if compiling:
-        run_stage = partial(_compiled, cell, options)
+        run_stage = partial(_compiled, cell, options, resets)
     else:
-        call = _describe(cell, x, states, layers, layout, directions)
+        call = replace(_describe(cell, x, states, layers, layout, directions), resets=resets is not None)
         choice = choose(call, options.backend, options.save, options.chunk)
         offload = (innermost() or options.offload) if call.grad else None
         if offload is not None and offload.is_active(x.device):
             saving = offload.hooks()
-        run_stage = partial(_eager, cell, choice, layout, offload)
+        run_stage = partial(_eager, cell, choice, layout, resets, offload)
     with autocast, saving:
         if choice and isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
             y, states = choice.backend.run_whole(x, states, list(layers), directions, dropout)
@@ -202,6 +217,7 @@ def _eager(
     cell: CellSpec,
     choice: Choice,
     layout: SequenceLayout,
+    resets: Tensor | None,
     offload: OffloadHooks | None,
     parts: list[tuple[Weights, ...]],
     reverses: list[bool],
@@ -209,8 +225,7 @@ def _eager(
     states: States,
 ) -> tuple[Tensor, States]:
     """Run one stage through the autograd function."""
-    tasks = [Task(cell, layers, layout, reverse, choice.save) for layers, reverse in zip(parts, reverses, strict=True)]
-    plan = Plan(tuple(tasks), choice.backend, choice.chunk)
+    plan = Plan(tasks(cell, parts, reverses, layout, choice.save, resets), choice.backend, choice.chunk)
     stack: Stack = ResidentStack(x.device)
     if offload is not None and isinstance(choice.backend, ChunkedBackend):
         stack = offload.stack(x.device, plan.expected_bytes(states))
@@ -220,13 +235,14 @@ def _eager(
 def _compiled(
     cell: CellSpec,
     options: Options,
+    resets: Tensor | None,
     parts: list[tuple[Weights, ...]],
     reverses: list[bool],
     x: Tensor,
     states: States,
 ) -> tuple[Tensor, States]:
     """Run one stage as an operator of torch.library."""
-    return run_compiled(cell, parts, reverses, x, states, options.backend, options.save, options.chunk)
+    return run_compiled(cell, parts, reverses, resets, x, states, options.backend, options.save, options.chunk)
 
 
 def check_states(
@@ -239,6 +255,18 @@ def check_states(
         _checks.require_shape(f"{name}0", tensor, word, shape)
         _checks.require_like(f"{name}0", tensor, tensor.dtype if autocast else x.dtype, x.device, "the input")
     return tuple(states)
+
+
+def check_resets(resets: Any, layout: SequenceLayout, x: Tensor) -> Tensor | None:
+    """Return the resets [T, B] after checking them, or None."""
+    if resets is None:
+        return None
+    _checks.require_tensor("resets", resets)
+    _checks.require_shape("resets", resets, "(T, B)", (layout.steps, layout.batch))
+    if resets.dtype != torch.bool:
+        raise ValueError(f"`resets` must be of dtype bool, got {resets.dtype}: compare it, as in `dones != 0`")
+    _checks.require_like("resets", resets, torch.bool, x.device, "the input")
+    return resets
 
 
 def _check_input(x: Tensor, letters: str, dims: int) -> None:

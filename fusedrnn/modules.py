@@ -9,7 +9,7 @@ from fusedrnn import _checks
 from fusedrnn.cells import GRU as GRU_CELL
 from fusedrnn.cells import LSTM as LSTM_CELL
 from fusedrnn.cells import CellSpec, States, Weights
-from fusedrnn.functional import Options, check_states, run_layers
+from fusedrnn.functional import Options, check_resets, check_states, run_layers
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
 
@@ -54,7 +54,7 @@ class _Recurrent(nn.RNNBase):
             return self._choice
         return f"{self._choice}\n{self.offloader.explain()}"
 
-    def _run(self, input: Any, states: Any) -> tuple[Any, States]:
+    def _run(self, input: Any, states: Any, resets: Any) -> tuple[Any, States]:
         """Run the layers; see `forward`. The states are a tuple, checked here, or None.
 
         Returns:
@@ -62,7 +62,8 @@ class _Recurrent(nn.RNNBase):
         """
         packed = input if isinstance(input, PackedSequence) else None
         x = input.data if isinstance(input, PackedSequence) else input
-        self._check_input(x, packed is not None)
+        layers = self._layers()
+        self._check_input(x, packed is not None, layers[0].weight_ih)
         batched = packed is not None or x.dim() == 3
         if packed is not None:
             sizes = tuple(packed.batch_sizes.tolist())
@@ -74,15 +75,18 @@ class _Recurrent(nn.RNNBase):
         if states is not None:
             states = self._check_states(states, x, layout.batch, batched)
             states = _select(states, None if packed is None else packed.sorted_indices)
+        if resets is not None:
+            resets = self._check_resets(resets, x, layout, packed is not None, batched)
         y, states, choice = run_layers(
             self.cell,
             x,
             states,
-            self._layers(),
+            layers,
             layout,
             self.options,
             directions=2 if self.bidirectional else 1,
             dropout=self.dropout if self.training and self.num_layers > 1 else 0.0,
+            resets=resets,
         )
         if choice is not None:
             self._choice = (
@@ -107,7 +111,7 @@ class _Recurrent(nn.RNNBase):
                 layers.append(Weights(*weights))  # type: ignore[arg-type]
         return layers
 
-    def _check_input(self, x: Any, packed: bool) -> None:
+    def _check_input(self, x: Any, packed: bool, weight: Tensor) -> None:
         _checks.require_tensor("input", x)
         _checks.require_floating("input", x)
         if x.dim() not in ((2,) if packed else (2, 3)):
@@ -118,7 +122,6 @@ class _Recurrent(nn.RNNBase):
                 f"`input` must have a last dimension of `input_size` = {self.input_size}, got {x.shape[-1]} in shape "
                 f"{tuple(x.shape)}"
             )
-        weight: Tensor = self.weight_ih_l0  # type: ignore[assignment]
         _checks.require_like(
             "input", x, x.dtype if _checks.under_autocast(x) else weight.dtype, weight.device, "the weights"
         )
@@ -132,6 +135,23 @@ class _Recurrent(nn.RNNBase):
         shapes = [(*shape, self.proj_size or self.hidden_size), (*shape, self.hidden_size)]
         checked = check_states(states, self.cell.states, letters, shapes, x)
         return checked if batched else tuple(state.unsqueeze(1) for state in checked)
+
+    def _check_resets(self, resets: Any, x: Tensor, layout: SequenceLayout, packed: bool, batched: bool) -> Tensor:
+        """Check the resets and return them as [T, B]."""
+        if packed:
+            raise ValueError(
+                "`resets` must be None for a PackedSequence, got resets: pack each piece as a sequence of its own"
+            )
+        _checks.require_tensor("resets", resets)
+        if not batched:
+            _checks.require_shape("resets", resets, "(T,)", (layout.steps,))
+            resets = resets.unsqueeze(1)
+        elif self.batch_first:
+            _checks.require_shape("resets", resets, "(B, T)", (layout.batch, layout.steps))
+            resets = resets.transpose(0, 1)
+        checked = check_resets(resets, layout, x)
+        assert checked is not None
+        return checked
 
 
 def _select(states: States, indices: Tensor | None) -> States:
@@ -175,7 +195,10 @@ class LSTM(_Recurrent, nn.LSTM):
     cell = LSTM_CELL
 
     def forward(  # type: ignore[override]
-        self, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None
+        self,
+        input: Tensor | PackedSequence,
+        hx: tuple[Tensor, Tensor] | None = None,
+        resets: Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, tuple[Tensor, Tensor]]:
         """Run the layers.
 
@@ -183,6 +206,9 @@ class LSTM(_Recurrent, nn.LSTM):
             input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
             hx: Initial states h0 [num_layers * directions, B, P] and c0 [num_layers * directions, B, H] (without B for
                 one sequence); zeros if not given.
+            resets: bool, shaped as the input without features: true where the states start anew, at zero, before a
+                step, as at the first step of an episode. No gradient passes there, and the pieces are as if run alone:
+                in the reverse direction, too, where a piece starts with its last step.
 
         Returns:
             The output, shaped as the input with features [directions * P], and the final states (h_n, c_n), shaped as
@@ -198,7 +224,7 @@ class LSTM(_Recurrent, nn.LSTM):
             if not isinstance(hx, (tuple, list)) or len(hx) != 2:
                 raise TypeError(f"`hx` must be a tuple (`h0`, `c0`), got {type(hx).__name__}")
             states = tuple(hx)
-        y, (h, c) = self._run(input, states)
+        y, (h, c) = self._run(input, states, resets)
         return y, (h, c)
 
 
@@ -228,13 +254,14 @@ class GRU(_Recurrent, nn.GRU):
     cell = GRU_CELL
 
     def forward(  # type: ignore[override]
-        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None, resets: Tensor | None = None
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Run the layers.
 
         Args:
             input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
             hx: Initial state h0 [num_layers * directions, B, H] (without B for one sequence); zeros if not given.
+            resets: As for `fusedrnn.LSTM`.
 
         Returns:
             The output, shaped as the input with features [directions * H], and the final state h_n, shaped as `hx`.
@@ -244,5 +271,5 @@ class GRU(_Recurrent, nn.GRU):
             ValueError: If shapes, dtypes or devices do not agree.
             RuntimeError: If no backend can run the call; the message has every backend's reasons.
         """
-        y, (h,) = self._run(input, None if hx is None else (hx,))
+        y, (h,) = self._run(input, None if hx is None else (hx,), resets)
         return y, h

@@ -1,6 +1,6 @@
 """The autograd function: chunks forward, chunks backward. It knows neither which cell runs nor how it is computed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Backend, ChunkedBackend, Gradients, RecordingBackend, Task, Workspace
 from fusedrnn.backends.reference import Reference
-from fusedrnn.cells import States, Weights, state_dtype
+from fusedrnn.cells import CellSpec, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, SequenceLayout
 
 
@@ -118,6 +118,36 @@ def _parts(plan: Plan, chunk: Chunk, states: States, buffer: Tensor) -> tuple[Te
         for part, state in zip(rest, states, strict=True)
     )
     return own, before
+
+
+def tasks(
+    cell: CellSpec,
+    parts: Sequence[tuple[Weights, ...]],
+    reverses: Sequence[bool],
+    layout: SequenceLayout,
+    save: str,
+    resets: Tensor | None,
+) -> tuple[Task, ...]:
+    """Return a task per direction.
+
+    Args:
+        cell: What each layer computes.
+        parts: Weights of the layers, per direction.
+        reverses: Per direction, whether time runs backwards.
+        layout: Where the rows lie.
+        save: One of the cell's modes.
+        resets: bool [T, B], true where the states start anew before a step, or None.
+    """
+    found = []
+    for layers, reverse in zip(parts, reverses, strict=True):
+        own = resets
+        if own is not None:
+            if reverse:
+                # Run backwards, a piece starts with its last step: the one before the next piece's first.
+                own = torch.cat((own[1:], torch.zeros_like(own[:1])))
+            own = own.reshape(-1, 1)
+        found.append(Task(cell, layers, layout, reverse, save, own))
+    return tuple(found)
 
 
 def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:

@@ -73,7 +73,7 @@ def test_a_graph_without_gradients_keeps_nothing():
         assert_close(torch.compile(net, fullgraph=True, backend="aot_eager")(x)[0], net(x)[0], "y")
         weights = list(net.rnn.parameters())
         states = [torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)]
-        options = ("lstm", [True] * 4 + [False], [False], "torch_step", "gates", 2, False)
+        options = (None, "lstm", [True] * 4 + [False], [False], "torch_step", "gates", 2, False)
         assert len(torch.ops.fusedrnn.layers(x, states, weights, *options)) == 3
 
 
@@ -92,7 +92,7 @@ def test_operator_passes_opcheck(save, reverses):
     weights = [weight.detach().requires_grad_() for weight in module.parameters()]
     states = [torch.randn(2, 8, 8, requires_grad=True) for _ in range(2)]
     x = torch.randn(4, 8, 3, requires_grad=True)
-    options = ("lstm", ([True] * 4 + [False]) * 2, reverses, "torch_step", save, 2, True)
+    options = (None, "lstm", ([True] * 4 + [False]) * 2, reverses, "torch_step", save, 2, True)
     torch.library.opcheck(torch.ops.fusedrnn.layers.default, (x, states, weights, *options))
 
 

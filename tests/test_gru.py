@@ -145,7 +145,7 @@ def test_errors():
     x = torch.randn(5, 2, 3)
     with pytest.raises(ValueError, match=r"`h0` must have shape \(num_layers \* directions, B, H\) = \(2, 2, 4\), got"):
         module(x, torch.zeros(1, 2, 4))
-    with pytest.raises(TypeError, match="`h0` must be a torch.Tensor, got tuple"):
+    with pytest.raises(TypeError, match=r"`h0` must be a torch.Tensor, got tuple"):
         module(x, (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4)))
     with pytest.raises(RuntimeError, match="it has save='gates' and 'hidden' only"):
         fusedrnn.GRU(3, 4, save="cells")(x)

@@ -133,9 +133,11 @@ def test_to_keras(kind, bias):
     equations = cudnn if kind == "CuDNNLSTM" else keras
     compare(module, x, equations(there[0], x), equations(there[1], x, reverse=True))
     if bias:
-        compare(layer(from_keras(there[0]) | from_keras(there[1], reverse=True), bidirectional=True), x, *[
-            equations(there[k], x, reverse=bool(k)) for k in range(2)
-        ])
+        compare(
+            layer(from_keras(there[0]) | from_keras(there[1], reverse=True), bidirectional=True),
+            x,
+            *[equations(there[k], x, reverse=bool(k)) for k in range(2)],
+        )
 
 
 @pytest.mark.parametrize("forget_bias", [1.0, 0.0, 2.5])
@@ -327,7 +329,12 @@ BAD = {
         {},
         r"`W` must have shape \(D, 4H, I\) = \(1, 16, 16\), got \(1, 3, 16\)",
     ),
-    "onnx R": (from_onnx, onnx_weights() | {"R": rand(1, 9, H)}, {}, r"`R` must have shape \(D, 4H, H\) = \(1, 16, 4\)"),
+    "onnx R": (
+        from_onnx,
+        onnx_weights() | {"R": rand(1, 9, H)},
+        {},
+        r"`R` must have shape \(D, 4H, H\) = \(1, 16, 4\)",
+    ),
     "onnx B": (from_onnx, onnx_weights() | {"B": rand(1, 4 * H)}, {}, r"`B` must have shape \(D, 8H\) = \(1, 32\)"),
 }
 

@@ -35,6 +35,7 @@ class Call:
         onednn: Whether torch may use oneDNN at present.
         recorded: Whether autograd can record operations, which it cannot inside an operator of torch.library.
         cell: What each layer computes.
+        resets: Whether states start anew within the sequences.
     """
 
     T: int
@@ -53,6 +54,7 @@ class Call:
     onednn: bool = False
     recorded: bool = True
     cell: CellSpec = LSTM
+    resets: bool = False
 
     def step_bytes(self, save: str) -> int:
         """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own output."""
@@ -69,7 +71,12 @@ class Call:
         if self.layers > 1:
             text += f", num_layers={self.layers}"
         text += f", {self.cell.name}" if self.cell is not LSTM else ""
-        return text + (", bidirectional" if self.directions > 1 else "") + (", packed" if self.packed else "")
+        return (
+            text
+            + (", bidirectional" if self.directions > 1 else "")
+            + (", packed" if self.packed else "")
+            + (", resets" if self.resets else "")
+        )
 
 
 def gpu_of(device: torch.device) -> DeviceInfo | None:
@@ -103,6 +110,7 @@ class Task:
         layout: Where the rows lie.
         reverse: Whether time runs backwards.
         save: One of the cell's modes.
+        resets: bool [rows, 1], true where the states start anew, at zero, before the row; None where they nowhere do.
     """
 
     cell: CellSpec
@@ -110,6 +118,7 @@ class Task:
     layout: SequenceLayout
     reverse: bool = False
     save: str = "gates"
+    resets: Tensor | None = None
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace
-from fusedrnn.backends.rows import Field, add_product, chunk_steps, find, lay_out, project
+from fusedrnn.backends.rows import Field, add_product, anew, chunk_steps, find, lay_out, project
 from fusedrnn.cells import LSTM, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
 
@@ -28,11 +28,14 @@ class LayerBuffers:
         gates: [rows, 4H]: input projection, then activated gates, then gradients of the pre-activations.
         c: [rows, H]: cell states, or None where nobody reads them again.
         h: [rows, P]: outputs.
+        resets: bool [rows, 1], true where the states start anew before the row, or None. There the forget gate is 0
+            already, so that only h has to be looked after.
     """
 
     gates: Tensor
     c: Tensor | None
     h: Tensor
+    resets: Tensor | None = None
 
 
 class FusedBackend(ChunkedBackend):
@@ -100,8 +103,8 @@ class FusedBackend(ChunkedBackend):
         fields = _fields(task, chunk.rows, x.dtype)
         finals = []
         for index, weights in enumerate(task.layers):
-            buffers = _buffers(task, index, chunk.rows, fields, slot, y, x.dtype, work)
-            project(x, weights.weight_ih, _bias(weights), buffers.gates)
+            buffers = _buffers(task, index, chunk, fields, slot, y, x.dtype, work)
+            _project(x, weights, buffers)
             finals.append(
                 self.recurrence_forward(
                     weights,
@@ -137,7 +140,7 @@ class FusedBackend(ChunkedBackend):
         dh, dc = dstates
         for index in reversed(range(len(task.layers))):
             weights, sums = task.layers[index], grads.layers[index]
-            buffers = _buffers(task, index, chunk.rows, fields, slot, y, dtype, work)
+            buffers = _buffers(task, index, chunk, fields, slot, y, dtype, work)
             below = x if index == 0 else find(fields, "h", index - 1, slot)
             h0, c0 = states[0][index], states[1][index]
             if task.save != "gates":
@@ -164,10 +167,10 @@ class FusedBackend(ChunkedBackend):
         self, weights: Weights, buffers: LayerBuffers, below: Tensor, h0: Tensor, steps: Steps
     ) -> None:
         """Compute the chunk's pre-activations again, with every h known."""
-        project(below, weights.weight_ih, _bias(weights), buffers.gates)
+        _project(below, weights, buffers)
         for start, stop, source, from_state in steps.links:
-            before = h0 if from_state else buffers.h
-            buffers.gates[start:stop].addmm_(before[source : source + stop - start], weights.weight_hh.t())
+            before = (h0 if from_state else buffers.h)[source : source + stop - start]
+            buffers.gates[start:stop].addmm_(anew(before, buffers.resets, start, stop), weights.weight_hh.t())
 
 
 def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
@@ -186,7 +189,7 @@ def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
 def _buffers(
     task: Task,
     index: int,
-    rows: int,
+    chunk: Chunk,
     fields: list[Field],
     slot: Tensor | None,
     y: Tensor | None,
@@ -194,7 +197,7 @@ def _buffers(
     work: Workspace,
 ) -> LayerBuffers:
     """Collect a layer's tensors: from the slot where they are saved, else scratch; the last layer's output is y."""
-    H, P = task.layers[index].hidden_size, task.layers[index].output_size
+    H, P, rows = task.layers[index].hidden_size, task.layers[index].output_size, chunk.rows
     gates = find(fields, "gates", index, slot)
     c = find(fields, "c", index, slot)
     h = y if index + 1 == len(task.layers) else find(fields, "h", index, slot)
@@ -202,11 +205,17 @@ def _buffers(
         work.get("gates", (rows, 4 * H), dtype) if gates is None else gates,
         work.get("c", (rows, H), state_dtype(dtype)) if c is None else c,
         work.get(f"h{index % 2}", (rows, P), dtype) if h is None else h,
+        None if task.resets is None else task.resets[chunk.start : chunk.stop],
     )
 
 
-def _bias(weights: Weights) -> Tensor | None:
-    return None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
+def _project(x: Tensor, weights: Weights, buffers: LayerBuffers) -> None:
+    """Write the input projection with both biases to `buffers.gates`, and close the forget gate at resets."""
+    bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
+    project(x, weights.weight_ih, bias, buffers.gates)
+    if buffers.resets is not None:
+        forget = buffers.gates.view(len(buffers.gates), 4, -1)[:, 1]
+        forget.masked_fill_(buffers.resets, -torch.inf)
 
 
 def _unprojected(buffers: LayerBuffers, work: Workspace) -> Tensor:
@@ -234,8 +243,8 @@ def _add_products(
         add_product(total.weight_ih, dgates, below)
     if total.weight_hh is not None:
         for start, stop, source, from_state in steps.links:
-            before = h0 if from_state else buffers.h
-            add_product(total.weight_hh, dgates[start:stop], before[source : source + stop - start])
+            before = (h0 if from_state else buffers.h)[source : source + stop - start]
+            add_product(total.weight_hh, dgates[start:stop], anew(before, buffers.resets, start, stop))
     if total.bias_ih is not None or total.bias_hh is not None:
         db = dgates.sum(0, dtype=state_dtype(dgates.dtype))
         for bias in (total.bias_ih, total.bias_hh):

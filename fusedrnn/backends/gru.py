@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace, plain_call
-from fusedrnn.backends.rows import Field, add_product, chunk_steps, finals, find, lay_out, previous, project
+from fusedrnn.backends.rows import Field, add_product, anew, chunk_steps, finals, find, lay_out, previous, project
 from fusedrnn.cells import GRU, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
 
@@ -29,11 +29,13 @@ class GRUBuffers:
         gates: [rows, 3H]: input projection, then r, z, n, then the gradients of the input projection.
         hn: [rows, H]: recurrent product of n with its bias, then its gradient.
         h: [rows, H]: outputs.
+        resets: bool [rows, 1], true where the state starts anew before the row, or None.
     """
 
     gates: Tensor
     hn: Tensor
     h: Tensor
+    resets: Tensor | None = None
 
 
 class GRUBackend(ChunkedBackend):
@@ -89,13 +91,14 @@ class GRUBackend(ChunkedBackend):
         fields = _fields(task, chunk.rows, x.dtype)
         after = []
         for index, weights in enumerate(task.layers):
-            buffers = _buffers(task, index, chunk.rows, fields, slot, y, x.dtype, work)
+            buffers = _buffers(task, index, chunk, fields, slot, y, x.dtype, work)
             project(x, weights.weight_ih, weights.bias_ih, buffers.gates)
             store = slot is not None and task.save == "gates"
             h0, before, n_before = states[0][index], 0, 0
             for offset, n in chunk.steps.spans():
                 rows = slice(offset, offset + n)
                 h_prev = previous(buffers.h, h0, before, n_before, n)
+                h_prev = anew(h_prev, buffers.resets, offset, offset + n)
                 hproj = work.get("hproj", (n, 3 * weights.hidden_size), x.dtype)
                 project(h_prev, weights.weight_hh, weights.bias_hh, hproj)
                 hn = buffers.hn[rows] if store else None
@@ -125,7 +128,7 @@ class GRUBackend(ChunkedBackend):
         fields = _fields(task, chunk.rows, dtype)
         for index in reversed(range(len(task.layers))):
             weights = task.layers[index]
-            buffers = _buffers(task, index, chunk.rows, fields, slot, y, dtype, work)
+            buffers = _buffers(task, index, chunk, fields, slot, y, dtype, work)
             below = x if index == 0 else find(fields, "h", index - 1, slot)
             h0 = states[0][index]
             if task.save != "gates":
@@ -134,6 +137,7 @@ class GRUBackend(ChunkedBackend):
                 hproj = work.get("hproj", tuple(buffers.gates.shape), dtype)
                 for start, stop, source, from_state in chunk.steps.links:
                     before = (h0 if from_state else buffers.h)[source : source + stop - start]
+                    before = anew(before, buffers.resets, start, stop)
                     project(before, weights.weight_hh, weights.bias_hh, hproj[start:stop])
                 self.activate(buffers.gates, hproj, buffers.hn)
             elif keep:
@@ -160,9 +164,12 @@ class GRUBackend(ChunkedBackend):
             before, n_before = spans[index - 1] if index else (0, 0)
             rows = slice(offset, offset + n)
             h_prev = previous(buffers.h, h0, before, n_before, n)
+            h_prev = anew(h_prev, buffers.resets, offset, offset + n)
             gates, hn = buffers.gates[rows], buffers.hn[rows]
             self.step_backward(gates, hn, h_prev, None if dy is None else dy[rows], dh[:n])
             dh[:n].addmm_(gates[:, : 2 * H], weight_rz).addmm_(hn, weight_n)
+            if buffers.resets is not None:
+                dh[:n].masked_fill_(buffers.resets[rows], 0)
 
 
 class GRUTorchStep(GRUBackend):
@@ -201,6 +208,7 @@ class GRUTorchStep(GRUBackend):
         z.mul_(1 - z)
         for start, stop, source, from_state in steps.links:
             before = (h0 if from_state else buffers.h)[source : source + stop - start]
+            before = anew(before, buffers.resets, start, stop)
             z[start:stop].mul_(before - n[start:stop])
         n.copy_(by_n)
         reset = by_n * r
@@ -219,6 +227,8 @@ class GRUTorchStep(GRUBackend):
                 buffers.hn[at] = by_hn[at]
             carried.copy_(by_h[at].mul_(total))
             carried.addmm_(buffers.gates[at, : 2 * H], weight_rz).addmm_(buffers.hn[at], weight_n)
+            if buffers.resets is not None:
+                carried.masked_fill_(buffers.resets[at], 0)
 
 
 def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
@@ -235,7 +245,7 @@ def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
 def _buffers(
     task: Task,
     index: int,
-    rows: int,
+    chunk: Chunk,
     fields: list[Field],
     slot: Tensor | None,
     y: Tensor | None,
@@ -243,13 +253,14 @@ def _buffers(
     work: Workspace,
 ) -> GRUBuffers:
     """Collect a layer's tensors: from the slot where they are saved, else scratch; the last layer's output is y."""
-    H = task.layers[index].hidden_size
+    H, rows = task.layers[index].hidden_size, chunk.rows
     gates, hn = find(fields, "gates", index, slot), find(fields, "hn", index, slot)
     h = y if index + 1 == len(task.layers) else find(fields, "h", index, slot)
     return GRUBuffers(
         work.get("gates", (rows, 3 * H), dtype) if gates is None else gates,
         work.get("hn", (rows, H), dtype) if hn is None else hn,
         work.get(f"h{index % 2}", (rows, H), dtype) if h is None else h,
+        None if task.resets is None else task.resets[chunk.start : chunk.stop],
     )
 
 
@@ -265,6 +276,7 @@ def _add_products(
     if total.weight_hh is not None:
         for start, stop, source, from_state in steps.links:
             before = (h0 if from_state else buffers.h)[source : source + stop - start]
+            before = anew(before, buffers.resets, start, stop)
             add_product(total.weight_hh[:both], dgates[start:stop, :both], before)
             add_product(total.weight_hh[both:], dhn[start:stop], before)
     wide = state_dtype(dgates.dtype)

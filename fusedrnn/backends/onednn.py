@@ -46,6 +46,8 @@ class OneDNN(RecordingBackend, ChunkedBackend):
             reasons.append("oneDNN has no projection (proj_size)")
         if not call.recorded:
             reasons.append(RECORDS)
+        if call.resets:
+            reasons.append("torch's operator knows no resets")
         if call.packed:
             reasons.append("oneDNN takes no packed sequences")
         return reasons

@@ -40,6 +40,9 @@ class Reference(RecordingBackend):
         outputs: list[Tensor] = []
         for time, (offset, batch) in zip(_times(layout.steps, task.reverse), chunk.steps.spans(), strict=True):
             if layout.batch_sizes is None:
+                if task.resets is not None:
+                    anew = task.resets[offset : offset + batch]
+                    states = tuple(state.masked_fill(anew, 0) for state in states)
                 states = step(xproj[time], states, weights)
                 outputs.append(states[0])
                 continue

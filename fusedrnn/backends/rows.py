@@ -59,6 +59,11 @@ def previous(rows: Tensor, initial: Tensor, before: int, n_before: int, n: int) 
     return torch.cat((rows[before : before + n_before], initial[n_before:n]))
 
 
+def anew(states: Tensor, resets: Tensor | None, start: int, stop: int) -> Tensor:
+    """Return the states that rows `start .. stop` follow, zero where they start anew."""
+    return states if resets is None else states.masked_fill(resets[start:stop], 0)
+
+
 def finals(rows: Tensor, initial: Tensor, steps: Steps) -> Tensor:
     """Return the states after the chunk, a tensor of its own."""
     after = initial.clone()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Workspace
 from fusedrnn.backends.fused import FusedBackend, LayerBuffers
-from fusedrnn.backends.rows import finals, previous
+from fusedrnn.backends.rows import anew, finals, previous
 from fusedrnn.cells import Weights
 from fusedrnn.layout import Steps
 
@@ -67,7 +67,8 @@ class StepBackend(FusedBackend):
         for offset, n in steps.spans():
             rows = slice(offset, offset + n)
             pre, y, c = buffers.gates[rows], buffers.h[rows], buffers.c[rows]
-            pre.addmm_(previous(buffers.h, h0, before, n_before, n), hh)
+            h_prev = previous(buffers.h, h0, before, n_before, n)
+            pre.addmm_(anew(h_prev, buffers.resets, offset, offset + n), hh)
             h = y if hr is None else work.get("h", tuple(c.shape), y.dtype)
             self.step_forward(pre, previous(buffers.c, c0, before, n_before, n), h, c, store)
             if hr is not None:
@@ -101,3 +102,5 @@ class StepBackend(FusedBackend):
                 dy_step, dh_step = None, torch.mm(dproj[rows], weights.weight_hr)
             self.step_backward(prepared, buffers, rows, c_prev, dy_step, dh_step, dc[:n])
             torch.mm(buffers.gates[rows], weights.weight_hh, out=dh[:n])
+            if buffers.resets is not None:
+                dh[:n].masked_fill_(buffers.resets[rows], 0)

@@ -44,11 +44,11 @@ class TritonStep(TritonBackend, StepBackend):
         launch = super().launch_forward
 
         def body(t: Mapping[str, Tensor]) -> None:
-            own = LayerBuffers(t["gates"], t["c"], t["h"])
+            own = LayerBuffers(t["gates"], t["c"], t["h"], t.get("resets"))
             launch(weights._replace(weight_hh=t["weight_hh"]), own, t["h0"], t["c0"], steps, store, work)
 
         rows = {"gates": buffers.gates, "c": buffers.c, "h": buffers.h}
-        inputs = {"weight_hh": weights.weight_hh, "h0": h0, "c0": c0}
+        inputs = {"weight_hh": weights.weight_hh, "h0": h0, "c0": c0} | _resets(buffers)
         results = rows if store else {"c": buffers.c, "h": buffers.h}
         self.graphs.run(("forward", len(steps), steps.row_step, store), body, rows | inputs, results)
 
@@ -72,12 +72,13 @@ class TritonStep(TritonBackend, StepBackend):
         assert buffers.c is not None
 
         def body(t: Mapping[str, Tensor]) -> None:
-            own = LayerBuffers(t["gates"], t["c"], buffers.h)
+            own = LayerBuffers(t["gates"], t["c"], buffers.h, t.get("resets"))
             recurrent = weights._replace(weight_hh=t["weight_hh"])
             launch(recurrent, own, t["c0"], t.get("dy"), t["dh"], t["dc"], None, steps, work)
 
         results = {"gates": buffers.gates, "dh": dh, "dc": dc}
-        inputs = {"c": buffers.c, "weight_hh": weights.weight_hh, "c0": c0} | ({} if dy is None else {"dy": dy})
+        inputs = {"c": buffers.c, "weight_hh": weights.weight_hh, "c0": c0} | _resets(buffers)
+        inputs |= {} if dy is None else {"dy": dy}
         self.graphs.run(("backward", len(steps), steps.row_step), body, results | inputs, results)
 
     def step_forward(self, pre: Tensor, c_prev: Tensor, h: Tensor, c: Tensor, store: bool) -> None:
@@ -105,3 +106,7 @@ class TritonStep(TritonBackend, StepBackend):
         assert buffers.c is not None
         gates = buffers.gates[rows]
         lstm_step_backward(gates, c_prev, buffers.c[rows], dy, dh, dc, gates)
+
+
+def _resets(buffers: LayerBuffers) -> dict[str, Tensor]:
+    return {} if buffers.resets is None else {"resets": buffers.resets}

@@ -262,9 +262,19 @@ def innermost() -> OffloadHooks | None:
     return owner if isinstance(owner, OffloadHooks) else None
 
 
+class _SharedHooks(OffloadHooks):
+    """The one offloader of all that are given equal configurations; a copy of such a layer has it, too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadHooks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shared, (self.config,)
+
+
 @lru_cache(maxsize=16)
 def _shared(config: OffloadConfig) -> OffloadHooks:
-    return OffloadHooks(config)
+    return _SharedHooks(config)
 
 
 def offloader(name: str, value: object) -> OffloadHooks | None:
