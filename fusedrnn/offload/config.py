@@ -25,7 +25,8 @@ class OffloadConfig:
         ring_slots: Device buffers that offloading works with when the device is full, at least 2.
         prefetch: How many of the next buffers to be read are fetched ahead.
         chunk_bytes: Size up to which `offload()` gathers small tensors into one copy.
-        host_limit: Most pinned host memory, in bytes or as a percentage such as "50%" of what this process may use.
+        host_limit: Most pinned host memory of all processes on this machine together, in bytes or as a percentage such
+            as "50%" of what they may use. Where torchrun started several (LOCAL_WORLD_SIZE), each has an equal share.
         on_host_full: "keep" lets buffers stay on the device when the host is full, "raise" raises `OffloadHostFull`.
         occupancy: Source of the occupancy, a function that returns a fraction in [0, 1]; None asks the allocator.
             With a source, offloading also runs on the CPU, where copies are made by threads.
@@ -66,15 +67,16 @@ class OffloadConfig:
         self.host_bytes()
 
     def host_bytes(self) -> int:
-        """Return `host_limit` in bytes."""
+        """Return this process's share of `host_limit` in bytes."""
+        processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if isinstance(self.host_limit, int) and self.host_limit >= 0:
-            return self.host_limit
+            return self.host_limit // processes
         match = _PERCENTAGE.fullmatch(self.host_limit) if isinstance(self.host_limit, str) else None
         if match is None or float(match[1]) > 100:
             raise ValueError(
                 f'`host_limit` must be a number of bytes or a percentage from "0%" to "100%", got {self.host_limit!r}.'
             )
-        return int(process_memory() * float(match[1]) / 100)
+        return int(process_memory() * float(match[1]) / 100) // processes
 
 
 def process_memory(root: Path = Path("/")) -> int:

@@ -39,6 +39,7 @@ class Entry:
         ready: The event after which it is written.
         sequence: Its place in the order of the pushes.
         state: RESIDENT, or KEPT where it may not go to the host.
+        timed: Whether its times are taken.
     """
 
     __slots__ = (
@@ -60,7 +61,7 @@ class Entry:
         "written",
     )
 
-    def __init__(self, nbytes: int, slot: Slot, stream: Any, ready: Any, sequence: int, state: State):
+    def __init__(self, nbytes: int, slot: Slot, stream: Any, ready: Any, sequence: int, state: State, timed: bool):
         self.nbytes, self.stream, self.ready, self.sequence, self.state = nbytes, stream, ready, sequence, state
         self.slot: Slot | None = slot
         self.host: HostSlot | None = None
@@ -68,8 +69,7 @@ class Entry:
         """Event after its spill; the host copy is good from there on."""
         self.h2d: Any = None
         """Event after its latest fetch, while the device copy comes from one."""
-        self.timed = slot.start is not None
-        """Whether its times are taken."""
+        self.timed = timed
         self.start: Any = None
         """Timed event at which its reader began."""
         self.readers: list[Any] = []

@@ -1,10 +1,15 @@
 """Random programs against the scheduler on the simulated device: every one must be free of races and of wrong values.
 
+    python -m fusedrnn.offload.proof --seeds 100000
+
 A program pushes buffers of several sizes on one or two stacks and streams, under a ring, a host pool and an occupancy
 that are drawn too, and then reads them in one of the ways in which a backward pass can go, or not at all.
 """
 
+import argparse
 import random
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,9 +70,12 @@ def run_program(
     draw = random.Random(seed)
     device = SimulatedDevice(seed if interleaving is None else interleaving)
     program = _Program(draw, device, scheduler(device, _config(draw)))
-    for _ in range(draw.randint(1, 3)):
-        program.step()
-    return program.outcome()
+    with warnings.catch_warnings():
+        # That a host pool drawn too small is full is no news.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for _ in range(draw.randint(1, 3)):
+            program.step()
+        return program.outcome()
 
 
 def _config(draw: random.Random) -> OffloadConfig:
@@ -216,3 +224,49 @@ class _Program:
 
     def _not(self, pushed: list[tuple[int, OffloadHandle]]) -> None:
         pushed.clear()
+
+
+def _totals(seeds: range) -> tuple[int, int, int, list[str]]:
+    """Run programs; return how many operations, spills and loads there were, and the faults with their seeds."""
+    operations = spills = loads = 0
+    faults: list[str] = []
+    for seed in seeds:
+        outcome = run_program(seed)
+        operations += outcome.operations
+        spills += outcome.counters.spills
+        loads += outcome.counters.loads
+        faults += [f"seed {seed}: {fault}" for fault in outcome.faults]
+    return operations, spills, loads, faults
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its status: 0 if no program showed a fault."""
+    from concurrent.futures import ProcessPoolExecutor
+
+    from rich.console import Console
+    from rich.progress import track
+
+    parser = argparse.ArgumentParser(prog="python -m fusedrnn.offload.proof", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=100_000, help="programs to run (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    args = parser.parse_args(argv)
+    last = args.first + args.seeds
+    parts = [range(start, min(start + 250, last)) for start in range(args.first, last, 250)]
+    console = Console()
+    with ProcessPoolExecutor(args.jobs) as pool:
+        found = list(track(pool.map(_totals, parts), "programs, by 250", len(parts), console=console, transient=True))
+    operations, spills, loads = map(sum, zip(*(part[:3] for part in found), strict=True))
+    faults = [fault for part in found for fault in part[3]]
+    console.print(
+        f"{args.seeds:,} programs, {operations:,} operations, {spills:,} spills, {loads:,} fetches: "
+        f"{len(faults)} faults (races, wrong values, leaks, host waits)",
+        style="red" if faults else "green",
+    )
+    for fault in faults[:20]:
+        console.print(fault, markup=False)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -114,10 +114,10 @@ class Ring:
 
         It is freed when nobody refers to it any more.
         """
-        if slot.source is None:
-            self.held -= slot.nbytes
         for event in events:
             self._device.wait(slot.home, event)
+        if slot.source is None:
+            self.held -= slot.nbytes
         slot.buffer, slot.source, slot.free = None, None, ()
 
     def lend(self, slot: Slot) -> None:

@@ -1,7 +1,9 @@
 """Offloading as a layer sees it: an offloader, one stack per call, slots and handles."""
 
+import json
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from fusedrnn.offload.entry import Entry, State
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.offload.ring import Slot
 from fusedrnn.offload.scheduler import Scheduler
+from fusedrnn.offload.stats import Counters, add_up, describe
 
 
 class ReservedSlot:
@@ -29,9 +32,8 @@ class ReservedSlot:
         """Take the content as final on the current stream."""
         if self._slot is None:
             raise RuntimeError("the slot was pushed before: `reserve` another")
-        entry = self._scheduler.push(self._slot, self._nbytes, announced)
-        self._slot = self.buffer = None
-        return entry
+        slot, self._slot, self.buffer = self._slot, None, None
+        return self._scheduler.push(slot, self._nbytes, announced)
 
     def __del__(self) -> None:
         if self._slot is not None:
@@ -191,6 +193,45 @@ class Offloader:
                     found = self._find(device)
                     self._schedulers[device] = None if found is None else Scheduler(found, self.config)
         return self._schedulers[device]
+
+    def stats(self) -> Counters:
+        """Return what was counted so far, of all devices together."""
+        return add_up(scheduler.stats() for scheduler in self._active().values())
+
+    def explain(self, decisions: int = 8) -> str:
+        """Say in words what moved and why.
+
+        Args:
+            decisions: How many of the latest decisions to show.
+        """
+        found = [
+            f"offloading on {device}: {describe(scheduler.stats(), [*scheduler.recorder.decisions][-decisions:])}"
+            for device, scheduler in self._active().items()
+        ]
+        return "\n".join(found) or "offloading: nothing was saved on a device on which it is active"
+
+    def export_trace(self, path: str | Path) -> None:
+        """Write what the streams did to a file that trace viewers open (chrome://tracing, ui.perfetto.dev).
+
+        One row per stream; one box for each chunk that was computed, spilled, fetched, read and waited for.
+
+        Args:
+            path: The file, JSON.
+
+        Raises:
+            RuntimeError: If the configuration does not say `trace=True`.
+        """
+        if not self.config.trace:
+            raise RuntimeError("`export_trace` needs times of every buffer: set `OffloadConfig(trace=True)`")
+        events = [
+            event
+            for number, (device, scheduler) in enumerate(self._active().items())
+            for event in scheduler.trace(number, str(device))
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _active(self) -> dict[torch.device, Scheduler]:
+        return {device: found for device, found in list(self._schedulers.items()) if found is not None}
 
     def _find(self, device: torch.device) -> Device | None:
         if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:

@@ -1,6 +1,7 @@
 """What a scheduler counts, measures, and says of its decisions."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +20,35 @@ class Counters:
 
     pushes = eligible + skipped, and pushes = released + dropped + those that live. Every spill is of a buffer that is
     loaded, forwarded (read while still on the device) or ended unread.
+
+    Args:
+        pushes: Buffers that were pushed or adopted.
+        eligible: Those of them that may go to the host.
+        skipped: Tensors that may not, by reason.
+        spills: Copies to the host.
+        spilled_bytes: Their bytes.
+        forwarded: Buffers that were read while still on the device although they had been spilled.
+        loads: Copies back.
+        loaded_bytes: Their bytes.
+        prefetch_hits: Reads of buffers that had been fetched ahead.
+        demand_loads: Reads that had to ask for the copy back.
+        unprefetched: Buffers fetched ahead that had to make way for others.
+        released: Buffers given back after their last read.
+        dropped: Buffers given back because nobody refers to them any more.
+        ring_waits: Slots that were taken over from a copy still under way.
+        ring_grown: Slots beyond the ring's bound, since nothing could make way.
+        host_full: Spills for which the host had no room.
+        device_failures: Allocations that the device refused.
+        pinned_by_alias: Tensors passed over, since a copy of them would free nothing while somebody refers to them.
+        shared: Saved tensors whose storage had been saved before.
+        gathered: Small tensors gathered into larger copies.
+        gatherings: Those copies.
+        changed_in_place: Saved tensors found changed when they were read.
+        occupancy_asked: How often the source of the occupancy was asked.
+        occupancy_peak: The highest that it said.
+        stall_seconds: Time that readers waited for their buffers on the device, measured on a sample of them.
+        device_peak: Most bytes of device memory in the ring.
+        host_peak: Most bytes of pinned memory in use.
     """
 
     pushes: int = 0
@@ -46,10 +76,27 @@ class Counters:
     occupancy_asked: int = 0
     occupancy_peak: float = 0.0
     stall_seconds: float = 0.0
+    device_peak: int = 0
+    host_peak: int = 0
 
     def skip(self, reason: str) -> None:
         """Count a buffer that cannot be offloaded."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+def add_up(parts: Iterable[Counters]) -> Counters:
+    """Return the counters of several devices as one: sums, but for the highest occupancy."""
+    total = Counters()
+    for part in parts:
+        for name, value in vars(part).items():
+            if name == "skipped":
+                for reason, count in value.items():
+                    total.skipped[reason] = total.skipped.get(reason, 0) + count
+            elif name == "occupancy_peak":
+                total.occupancy_peak = max(total.occupancy_peak, value)
+            else:
+                setattr(total, name, getattr(total, name) + value)
+    return total
 
 
 class Interval(NamedTuple):
@@ -88,6 +135,12 @@ class Recorder:
         """Keep an interval until its events have been reached."""
         self._pending.append(Interval(kind, sequence, nbytes, start, end))
 
+    def elapsed(self, start: Any, end: Any) -> float:
+        """Return the seconds between two events that have been reached."""
+        seconds = self._device.elapsed(start, end)
+        assert seconds is not None
+        return seconds
+
     def settle(self) -> None:
         """Turn the intervals that are over into speeds."""
         # A stream's own intervals end in order; those of another may be over sooner, but will be no less so later.
@@ -106,3 +159,84 @@ class Recorder:
             now = seconds / interval.nbytes
             self._per_byte[interval.kind] = now if before is None else before + _WEIGHT * (now - before)
             self.speeds = Speeds(**self._per_byte)
+
+
+_KINDS = {
+    "compute": ("compute", "forward"),
+    "consume": ("compute", "backward"),
+    "stall": ("compute", "waits for"),
+    "spill": ("to the host", "spill"),
+    "fetch": ("from the host", "fetch"),
+}
+"""For each kind of interval its row of the trace and its name."""
+
+
+def trace_events(recorder: Recorder, process: int, name: str) -> list[dict[str, Any]]:
+    """Return the intervals that are over as events of the trace-event format, one row per stream.
+
+    The format is that of Chrome's and Perfetto's trace viewers ("Trace Event Format", times in microseconds).
+
+    Args:
+        recorder: Who measured them.
+        process: Number of the process in the trace.
+        name: Its name.
+    """
+    rows = list(dict.fromkeys(row for row, _ in _KINDS.values()))
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
+        *(
+            {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": word}}
+            for row, word in enumerate(rows)
+        ),
+    ]
+    spans = list(recorder.spans)
+    starts = [recorder.elapsed(spans[0].start, span.start) for span in spans]
+    for span, start in zip(spans, starts, strict=True):
+        events.append(
+            {
+                "ph": "X",
+                "name": f"{_KINDS[span.kind][1]} {span.sequence}",
+                "cat": span.kind,
+                "pid": process,
+                "tid": rows.index(_KINDS[span.kind][0]),
+                "ts": (start - min(starts)) * 1e6,
+                "dur": recorder.elapsed(span.start, span.end) * 1e6,
+                "args": {"bytes": span.nbytes},
+            }
+        )
+    return events
+
+
+def describe(counters: Counters, decisions: Iterable[tuple[int, str, int, str]] = ()) -> str:
+    """Return in words what the counters say, and the latest decisions."""
+    c = counters
+    lines = [
+        f"{c.eligible} of {c.pushes} buffers may go to the host; {c.spills} did ({_size(c.spilled_bytes)}), of which "
+        f"{c.forwarded} were read before they had left the device",
+        f"{c.loads} came back ({_size(c.loaded_bytes)}): {c.prefetch_hits} had been fetched ahead, "
+        f"{c.demand_loads} had to be asked for",
+        f"occupancy was asked {c.occupancy_asked} times and reached {c.occupancy_peak:.2f}; at most "
+        f"{_size(c.device_peak)} in the ring and {_size(c.host_peak)} on the host",
+    ]
+    if c.skipped:
+        lines.append("not moved: " + ", ".join(f"{count} {reason}" for reason, count in sorted(c.skipped.items())))
+    for word, count in (
+        ("spills found the host full", c.host_full),
+        ("allocations were refused by the device", c.device_failures),
+        ("slots had to be added to the ring", c.ring_grown),
+        ("tensors stayed, since somebody else refers to them", c.pinned_by_alias),
+    ):
+        if count:
+            lines.append(f"{count} {word}")
+    if c.stall_seconds:
+        lines.append(f"readers waited {c.stall_seconds:.3g} s for their buffers")
+    lines += [f"  {action} {sequence} ({_size(nbytes)}): {why}" for sequence, action, nbytes, why in decisions]
+    return "\n".join(lines)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

@@ -64,7 +64,7 @@ class Transitions:
         host.events = ()
         start = self.device.record(stream, True) if entry.timed else None
         self.device.copy(stream, host.span, Span(entry.slot.buffer, 0, entry.nbytes))
-        entry.d2h, entry.h2d = self.device.record(stream, entry.timed), None
+        entry.d2h, entry.h2d = self._after_copy(stream, entry), None
         if start is not None:
             self.recorder.add("spill", entry.sequence, entry.nbytes, start, entry.d2h)
         self.counters.spills += 1
@@ -77,10 +77,10 @@ class Transitions:
         """SPILLING, LOADING or READY -> HOST: only the copy on the host remains."""
         assert entry.slot is not None and entry.host is not None
         # Changed in the midst of the copy, perhaps; later changes do no harm.
-        entry.changed = entry.is_changed()
-        self._adopted -= entry.slot.nbytes if entry.slot.source is not None else 0
+        changed, adopted = entry.is_changed(), entry.slot.nbytes if entry.slot.source is not None else 0
         self.ring.give(entry.slot, self._last_uses(entry))
-        entry.slot = None
+        self._adopted -= adopted
+        entry.changed, entry.slot, entry.readers = changed, None, []
         self._move(entry, State.HOST)
 
     def _load(self, entry: Entry, slot: Slot, reason: str) -> None:
@@ -92,10 +92,10 @@ class Transitions:
             self._wait("E5", stream, slot.free)
             start = self.device.record(stream, True) if entry.timed else None
             self.device.copy(stream, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
-            entry.h2d = self.device.record(stream, entry.timed)
         except BaseException:
             self.ring.give(slot, slot.free)
             raise
+        entry.h2d = self._after_copy(stream, entry)
         slot.free = ()
         entry.slot = slot
         if start is not None:
@@ -104,6 +104,13 @@ class Transitions:
         self.counters.loaded_bytes += entry.nbytes
         self.recorder.decisions.append((entry.sequence, "fetch", entry.nbytes, reason))
         self._move(entry, State.LOADING)
+
+    def _after_copy(self, stream: Any, entry: Entry) -> Any:
+        """Return the event after a copy that is under way: without one, its memory could never be used again."""
+        try:
+            return self.device.record(stream, entry.timed)
+        except RuntimeError:
+            return self.device.record(stream, entry.timed)
 
     def _free(self, entry: Entry, aliased: bool = False, enough: bool = False) -> None:
         """Any state -> FREED.
@@ -117,7 +124,7 @@ class Transitions:
         if slot is not None:
             # A spill under way would have to be waited for before the allocator could have the memory.
             enough = enough and (entry.d2h is None or entry.h2d is not None)
-            self._adopted -= slot.nbytes if slot.source is not None else 0
+            adopted = slot.nbytes if slot.source is not None else 0
             readers = entry.readers
             events = self._last_uses(entry)
             if entry.start is not None:
@@ -131,6 +138,7 @@ class Transitions:
                 self.ring.drop(slot, events)
             else:
                 self.ring.give(slot, events)
+            self._adopted -= adopted
         if host is not None:
             self.host.give(host, self._host_uses(entry))
         self._unlink(entry)
@@ -146,7 +154,6 @@ class Transitions:
     def _last_uses(self, entry: Entry) -> tuple[Any, ...]:
         """Return the events after which nobody reads or writes the entry's device copy (E7)."""
         uses = tuple(self.device.record(stream, entry.timed) for stream in entry.readers)
-        entry.readers = []
         if entry.h2d is not None:
             return uses or (entry.h2d,)
         return (*uses, entry.d2h) if entry.d2h is not None else uses or (entry.ready,)

@@ -1,8 +1,10 @@
 """`offload()` around modules that know nothing of it."""
 
 import gc
+import json
 import threading
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from fusedrnn.offload import OffloadConfig, offload
 from fusedrnn.offload.entry import State
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:offloading has no pinned host memory left")
 
 
 def full(**options):
@@ -371,3 +374,31 @@ def test_two_offloaders_share_nothing(net):
     assert counters(one).pushes > 0 and not other._packers
     gradients(net, x, other)
     assert one.scheduler(CPU) is not other.scheduler(CPU)
+
+
+def test_stats_explain_and_trace(tmp_path):
+    off = full(trace=True)
+    net, x = Net(), torch.randn(64, 32, requires_grad=True)
+    with off:
+        net(x).sum().backward()
+    found = off.stats()
+    assert found.pushes > 0 and found.spills > 0 and found.loads > 0 and found.host_peak > 0
+    assert found.pushes == found.released + found.dropped
+    text = off.explain()
+    assert f"{found.spills} did" in text and "KiB" in text and "offloading on cpu" in text
+    off.export_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert set(rows.values()) == {"compute", "to the host", "from the host"}
+    boxes = [event for event in events if event["ph"] == "X"]
+    counts = Counter(event["cat"] for event in boxes)
+    assert counts["spill"] == found.spills and counts["fetch"] == found.loads
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 and event["args"]["bytes"] > 0 for event in boxes)
+    for event in boxes:
+        assert (rows[event["tid"]] == "to the host") == (event["cat"] == "spill")
+
+
+def test_a_trace_needs_its_option():
+    with pytest.raises(RuntimeError, match=r"`export_trace` needs times .* set `OffloadConfig\(trace=True\)`"):
+        full().export_trace("unused.json")
+    assert "nothing was saved" in full().explain()
