@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends import choose
-from fusedrnn.backends.base import Call, gpu_of
+from fusedrnn.backends.base import Call, gpu_of, tf32_allowed
 from fusedrnn.cells import CELLS, CellSpec, States, Weights
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload.resident import ResidentStack
@@ -83,6 +83,7 @@ def _plan(
         device=x.device.type,
         grad=grad,
         gpu=gpu_of(x.device),
+        tf32=x.is_cuda and tf32_allowed(),
         recorded=False,
         cell=CELLS[cell],
         resets=resets is not None,

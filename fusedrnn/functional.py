@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fusedrnn import _checks
 from fusedrnn.backends import NAMES, Choice, choose
-from fusedrnn.backends.base import Call, ChunkedBackend, gpu_of
+from fusedrnn.backends.base import Call, ChunkedBackend, gpu_of, tf32_allowed
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
 from fusedrnn.compiled import run as run_compiled
@@ -342,6 +342,7 @@ def _describe(
         transformed=_transformed(),
         gpu=gpu_of(x.device),
         cell=cell,
+        tf32=x.is_cuda and tf32_allowed(),
         onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
     )
 

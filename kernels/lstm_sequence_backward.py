@@ -6,10 +6,10 @@ dc = dc f and dh = dgates W_hh.
 
 A program owns BLOCK_H columns of one batch block, and keeps its dh and dc and the rows of W_hh of its own gates for the
 whole chunk. Its gate gradients times those rows are a share of the dh of every column; the programs of a batch block
-write their shares to global memory, meet at a barrier, and each adds up the shares of its own columns, always in the
-same order. So no program reads another one's gate gradients, and the product has few, large operands. The shares are
-two steps deep, for the reason given in the forward kernel. Gradients of weights are products over the whole chunk, made
-afterwards.
+write their shares to global memory, meet, and each adds up the shares of its own columns, always in the same order. So
+no program reads another one's gate gradients, and the product has few, large operands. The shares are two steps deep,
+and a program asks for the gates of a step before it waits for the shares of the one after it, for the reasons given in
+the forward kernel. Gradients of weights are products over the whole chunk, made afterwards.
 """
 
 import torch
@@ -17,10 +17,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedrnn.kernels._grid import arrive_and_wait
 from fusedrnn.kernels._launch import launch
 from fusedrnn.kernels._math import tanh
-from fusedrnn.kernels._sequence import Config, Rows
+from fusedrnn.kernels._sequence import Config, Rows, arrive, product, wait_for, zeros
+
+
+@triton.jit
+def _add_shares(dh, at, share_size, rows, columns, HIDDEN_BLOCKS: tl.constexpr):
+    """Return dh with the sums of all programs' shares in `rows`, and as it is in others.
+
+    Sixteen loads are on their way at a time: more of them take more registers than there are.
+    """
+    total = tl.zeros_like(dh)
+    for first in tl.range(0, HIDDEN_BLOCKS, 16, num_stages=1):
+        for block in tl.static_range(16):
+            mask = rows & columns & (first + block < HIDDEN_BLOCKS)
+            share = tl.load(at + (first + block) * share_size, mask=mask, other=0.0, cache_modifier=".cg")
+            total += share.to(tl.float32)
+    return tl.where(rows, total, dh)
 
 
 @triton.jit(do_not_specialize=["K", "B", "row_start", "row_step"])
@@ -32,6 +46,7 @@ def _sequence_backward_kernel(
     dy_ptr,  # [rows, H] gradient through the output; not read unless HAS_DY
     offsets_ptr,  # [K] int64, first row of each step; not read unless PACKED
     batches_ptr,  # [K] int32, rows of each step; not read unless PACKED
+    resets_ptr,  # [rows] uint8, 1 where the states start anew before the row; not read unless RESETS
     # in and out
     gates_ptr,  # [rows, 4H] gates in, gradients of the pre-activations out
     dh_ptr,  # [B, H] gradient of the h after the chunk in, of the h before it out
@@ -54,11 +69,13 @@ def _sequence_backward_kernel(
     H: tl.constexpr,
     HAS_DY: tl.constexpr,
     PACKED: tl.constexpr,
+    RESETS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS_N: tl.constexpr,
     HIDDEN_BLOCKS: tl.constexpr,
+    SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # Addresses are a scalar that moves with the step plus a tile of 32-bit offsets that does not: what is kept per
@@ -73,11 +90,11 @@ def _sequence_backward_kernel(
     columns = (first_h + local_h < H)[None, :]
     batch = (first_b + local_b < B)[:, None]
     # Rows of W_hh for the own columns: dgates of the own columns times these is a share of every column's dh.
-    w_at = (first_h + local_h)[:, None] * H + local_n[None, :]
-    w = ()  # 4 * BLOCKS_N tiles [BLOCK_H, BLOCK_N], for the whole chunk
+    w_at = (first_h + local_h)[None, :] * H + local_n[:, None]
+    w = ()  # 4 * BLOCKS_N tiles [BLOCK_N, BLOCK_H], for the whole chunk
     for part in tl.static_range(4 * BLOCKS_N):
         first_n = (part % BLOCKS_N) * BLOCK_N
-        w_mask = (first_h + local_h < H)[:, None] & (first_n + local_n < H)[None, :]
+        w_mask = (first_n + local_n < H)[:, None] & (first_h + local_h < H)[None, :]
         w += (tl.load(whh_ptr + (part // BLOCKS_N) * H * H + first_n + w_at, mask=w_mask, other=0.0),)
     element = gates_ptr.dtype.element_ty
     tile = local_b[:, None]
@@ -92,6 +109,9 @@ def _sequence_backward_kernel(
     dc_at = dc_ptr + first_b * stride_dc_n + first_h + tile * stride_dc_n + local_h[None, :]
     dh = tl.load(dh_at, mask=batch & columns, other=0.0).to(tl.float32)
     dc = tl.load(dc_at, mask=batch & columns, other=0.0)
+    after = batch & (local_b < 0)[:, None]  # the rows that have shares of dh from the step after this one
+    if RESETS:
+        anew = after  # the rows that started anew in the step after this one
     for reverse in tl.range(0, K, num_stages=1):
         k = K - 1 - reverse
         not_first = (local_b * 0 + k > 0)[:, None]
@@ -108,17 +128,25 @@ def _sequence_backward_kernel(
             follows = active & not_first
         mask = active & columns
         own = gates_ptr + row * stride_gates_n + first_h
-        i = tl.load(own + gates_at, mask=mask, other=0.0).to(tl.float32)
-        f = tl.load(own + H + gates_at, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(own + 2 * H + gates_at, mask=mask, other=0.0).to(tl.float32)
-        o = tl.load(own + 3 * H + gates_at, mask=mask, other=0.0).to(tl.float32)
+        i = tl.load(own + gates_at, mask=mask, other=0.0)
+        f = tl.load(own + H + gates_at, mask=mask, other=0.0)
+        g = tl.load(own + 2 * H + gates_at, mask=mask, other=0.0)
+        o = tl.load(own + 3 * H + gates_at, mask=mask, other=0.0)
         c = tl.load(c_ptr + row * stride_c_n + first_h + c_at, mask=mask, other=0.0)
         c_prev = tl.load(c_ptr + row_before * stride_c_n + first_h + c_at, mask=follows & columns, other=0.0)
-        c_prev += tl.load(c0_ptr + first_b * stride_c0_n + first_h + c0_at, mask=mask & (follows == 0), other=0.0)
+        c_prev0 = tl.load(c0_ptr + first_b * stride_c0_n + first_h + c0_at, mask=mask & (follows == 0), other=0.0)
+        if HAS_DY:
+            dy = tl.load(dy_ptr + row * stride_dy_n + first_h + dy_at, mask=mask, other=0.0)
+        wait_for(barrier_ptr + pid_b, reverse * HIDDEN_BLOCKS)
+        shares = share_ptr + ((reverse + 1) % 2) * HIDDEN_BLOCKS * share_size + first_b * H
+        dh = _add_shares(dh, shares + first_h + sum_at, share_size, after, columns, HIDDEN_BLOCKS)
+        if RESETS:
+            dh = tl.where(anew, 0.0, dh)
         total = dh
         if HAS_DY:
-            dy = dy_ptr + row * stride_dy_n + first_h
-            total += tl.load(dy + dy_at, mask=mask, other=0.0).to(tl.float32)
+            total += dy.to(tl.float32)
+        i, f, g, o = i.to(tl.float32), f.to(tl.float32), g.to(tl.float32), o.to(tl.float32)
+        c_prev += c_prev0
         tanh_c = tanh(c)
         dc_total = dc + total * o * (1.0 - tanh_c * tanh_c)
         d_i = (dc_total * g * i * (1.0 - i)).to(element)
@@ -130,21 +158,27 @@ def _sequence_backward_kernel(
         tl.store(own + 2 * H + gates_at, d_g, mask=mask)
         tl.store(own + 3 * H + gates_at, d_o, mask=mask)
         dc = tl.where(active, dc_total * f, dc)
-        shares = share_ptr + (reverse % 2) * HIDDEN_BLOCKS * share_size + first_b * H
-        share = shares + tl.program_id(1) * share_size
+        share = share_ptr + ((reverse % 2) * HIDDEN_BLOCKS + tl.program_id(1)) * share_size + first_b * H
         for part in tl.static_range(BLOCKS_N):
-            acc = tl.dot(d_i, w[part], input_precision=PRECISION)
-            acc = tl.dot(d_f, w[BLOCKS_N + part], acc, input_precision=PRECISION)
-            acc = tl.dot(d_g, w[2 * BLOCKS_N + part], acc, input_precision=PRECISION)
-            acc = tl.dot(d_o, w[3 * BLOCKS_N + part], acc, input_precision=PRECISION)
+            acc = zeros(BLOCK_B, BLOCK_N, SWAP)
+            acc = product(d_i, w[part], acc, SWAP, PRECISION)
+            acc = product(d_f, w[BLOCKS_N + part], acc, SWAP, PRECISION)
+            acc = product(d_g, w[2 * BLOCKS_N + part], acc, SWAP, PRECISION)
+            acc = product(d_o, w[3 * BLOCKS_N + part], acc, SWAP, PRECISION)
+            if SWAP:
+                acc = tl.trans(acc)
             share_mask = batch & (part * BLOCK_N + local_n < H)[None, :]
             tl.store(share + part * BLOCK_N + share_at, acc.to(share_ptr.dtype.element_ty), mask=share_mask)
-        arrive_and_wait(barrier_ptr + pid_b, (reverse + 1) * HIDDEN_BLOCKS)
-        total = tl.zeros([BLOCK_B, BLOCK_H], dtype=tl.float32)
-        for block in tl.static_range(HIDDEN_BLOCKS):
-            at = shares + block * share_size + first_h + sum_at
-            total += tl.load(at, mask=batch & columns, other=0.0, cache_modifier=".cg").to(tl.float32)
-        dh = tl.where(active, total, dh)
+        arrive(barrier_ptr + pid_b)
+        after = active
+        if RESETS:
+            reset = tl.load(resets_ptr + row + local_b, mask=first_b + local_b < B, other=0)
+            anew = (reset != 0)[:, None]
+    wait_for(barrier_ptr + pid_b, K * HIDDEN_BLOCKS)
+    shares = share_ptr + ((K + 1) % 2) * HIDDEN_BLOCKS * share_size + first_b * H
+    dh = _add_shares(dh, shares + first_h + sum_at, share_size, after, columns, HIDDEN_BLOCKS)
+    if RESETS:
+        dh = tl.where(anew, 0.0, dh)
     tl.store(dh_at, dh.to(dh_ptr.dtype.element_ty), mask=batch & columns)
     tl.store(dc_at, dc, mask=batch & columns)
 
@@ -160,6 +194,7 @@ def lstm_sequence_backward(
     rows: Rows,
     config: Config,
     precision: str = "ieee",
+    resets: Tensor | None = None,
 ) -> None:
     """Run the steps of a chunk backwards in one launch.
 
@@ -174,6 +209,7 @@ def lstm_sequence_backward(
         rows: Where the steps lie, in the processing order of the forward pass.
         config: Blocks, from `Config.pick`.
         precision: "ieee", "tf32" or "tf32x3" for float32 products.
+        resets: As for `lstm_sequence_forward`.
     """
     B, H = c0.shape
     grid = config.grid(B, H)
@@ -188,6 +224,7 @@ def lstm_sequence_backward(
         c,
         dc if dy is None else dy,
         *rows.pointers(gates),
+        gates if resets is None else resets.view(torch.uint8),
         gates,
         dh,
         dc,
@@ -206,12 +243,13 @@ def lstm_sequence_backward(
         H=H,
         HAS_DY=dy is not None,
         PACKED=rows.offsets is not None,
+        RESETS=resets is not None,
         BLOCK_B=config.block_b,
         BLOCK_H=config.block_h,
-        BLOCK_N=config.block_k,
-        BLOCKS_N=config.blocks_k(H),
+        BLOCK_N=config.block_n,
+        BLOCKS_N=config.blocks_n(H),
         HIDDEN_BLOCKS=grid[1],
+        SWAP=config.swap,
         PRECISION=precision,
-        num_warps=config.num_warps,
-        num_stages=1,
+        **config.options(),
     )

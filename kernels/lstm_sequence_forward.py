@@ -4,8 +4,11 @@ i, f, o = sigmoid(xproj + W_hh h_prev), g = tanh(.); c = f c_prev + i g; h = o t
 
 The grid is (batch blocks, hidden blocks). A program owns BLOCK_H columns of one batch block: it keeps its slice of W_hh
 and its cell states for the whole chunk, and needs all of h for the next step. So h goes through a small buffer in
-global memory, two steps deep, and the programs of a batch block meet at a barrier after each step. Two steps suffice: a
-program writes over step k - 1 only when all have arrived at the barrier after it, for which they must have read it.
+global memory, two steps deep, and the programs of a batch block meet after each step. Two steps suffice: a program
+writes over step k - 1 only when all have arrived after it, for which they must have read it.
+
+What a step waits for is kept short: a program asks for its input projections before it waits for the others, arrives as
+soon as its h is stored, and stores what nobody waits for afterwards.
 """
 
 import torch
@@ -13,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedrnn.kernels._grid import arrive_and_wait
 from fusedrnn.kernels._launch import launch
 from fusedrnn.kernels._math import sigmoid, tanh
-from fusedrnn.kernels._sequence import Config, Rows
+from fusedrnn.kernels._sequence import Config, Rows, arrive, product, wait_for, zeros
 
 
 @triton.jit(do_not_specialize=["K", "B", "row_start", "row_step"])
@@ -27,6 +29,7 @@ def _sequence_forward_kernel(
     c0_ptr,  # [B, H] float32
     offsets_ptr,  # [K] int64, first row of each step; not read unless PACKED
     batches_ptr,  # [K] int32, rows of each step; not read unless PACKED
+    resets_ptr,  # [rows] uint8, 1 where the states start anew before the row; not read unless RESETS
     # in and out
     h_ptr,  # [2, B, H] the exchange; the first half holds h0, half K % 2 the final h
     barrier_ptr,  # [batch blocks] int32, zero
@@ -49,10 +52,13 @@ def _sequence_forward_kernel(
     STORE_GATES: tl.constexpr,
     STORE_CELLS: tl.constexpr,
     PACKED: tl.constexpr,
+    RESETS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCKS_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # Addresses are a scalar that moves with the step plus a tile of 32-bit offsets that does not: what is kept per
@@ -69,11 +75,11 @@ def _sequence_forward_kernel(
     batch = (first_b + local_b < B)[:, None]
     # The four gates of a column are neighbours, so that one product gives all of them.
     local_n = tl.arange(0, 4 * BLOCK_H)
-    w_columns = (first_h + local_n // 4 < H)[None, :]
-    w_at = ((local_n % 4) * H + first_h + local_n // 4)[None, :] * H + local_k[:, None]
-    w = ()  # BLOCKS_K tiles [BLOCK_K, 4 * BLOCK_H], for the whole chunk
+    w_rows = (first_h + local_n // 4 < H)[:, None]
+    w_at = ((local_n % 4) * H + first_h + local_n // 4)[:, None] * H + local_k[None, :]
+    w = ()  # BLOCKS_K tiles [4 * BLOCK_H, BLOCK_K], for the whole chunk
     for part in tl.static_range(BLOCKS_K):
-        w_mask = (part * BLOCK_K + local_k < H)[:, None] & w_columns
+        w_mask = w_rows & (part * BLOCK_K + local_k < H)[None, :]
         w += (tl.load(whh_ptr + part * BLOCK_K + w_at, mask=w_mask, other=0.0),)
     element = xproj_ptr.dtype.element_ty
     tile = local_b[:, None]
@@ -95,25 +101,38 @@ def _sequence_forward_kernel(
             row = row_start + (k + zero64) * row_step + first_b
             active = batch
         mask = active & columns
+        follows = batch
+        if RESETS:
+            anew = tl.load(resets_ptr + row + local_b, mask=first_b + local_b < B, other=0)
+            follows = batch & (anew == 0)[:, None]
         x = xproj_ptr + row * stride_x_n + first_h
-        i = tl.load(x + x_at, mask=mask, other=0.0).to(tl.float32)
-        f = tl.load(x + H + x_at, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(x + 2 * H + x_at, mask=mask, other=0.0).to(tl.float32)
-        o = tl.load(x + 3 * H + x_at, mask=mask, other=0.0).to(tl.float32)
+        x_i = tl.load(x + x_at, mask=mask, other=0.0)
+        x_f = tl.load(x + H + x_at, mask=mask, other=0.0)
+        x_g = tl.load(x + 2 * H + x_at, mask=mask, other=0.0)
+        x_o = tl.load(x + 3 * H + x_at, mask=mask, other=0.0)
+        wait_for(barrier_ptr + pid_b, k * hidden_blocks)
         before = exchange + (k % 2) * half
-        hproj = tl.zeros([BLOCK_B, 4 * BLOCK_H], dtype=tl.float32)
+        hproj = zeros(BLOCK_B, 4 * BLOCK_H, SWAP)
+        h = ()  # Tiles of h are asked for AHEAD of the products, so that their latencies do not add up.
         for part in tl.static_range(BLOCKS_K):
-            h_mask = batch & (part * BLOCK_K + local_k < H)[None, :]
-            h = tl.load(before + part * BLOCK_K + every_at, mask=h_mask, other=0.0, cache_modifier=".cg")
-            hproj = tl.dot(h, w[part], hproj, input_precision=PRECISION)
+            h_mask = follows & (part * BLOCK_K + local_k < H)[None, :]
+            h += (tl.load(before + part * BLOCK_K + every_at, mask=h_mask, other=0.0, cache_modifier=".cg"),)
+            if part >= AHEAD:
+                hproj = product(h[part - AHEAD], w[part - AHEAD], hproj, SWAP, PRECISION)
+        for part in tl.static_range(BLOCKS_K - AHEAD, BLOCKS_K):
+            hproj = product(h[part], w[part], hproj, SWAP, PRECISION)
+        if SWAP:
+            hproj = tl.trans(hproj)
         even, odd = tl.split(tl.reshape(hproj, [BLOCK_B, BLOCK_H, 2, 2]))
         h_i, h_g = tl.split(even)
         h_f, h_o = tl.split(odd)
-        i, f, g, o = sigmoid(i + h_i), sigmoid(f + h_f), tanh(g + h_g), sigmoid(o + h_o)
+        i, f = sigmoid(x_i.to(tl.float32) + h_i), sigmoid(x_f.to(tl.float32) + h_f)
+        g, o = tanh(x_g.to(tl.float32) + h_g), sigmoid(x_o.to(tl.float32) + h_o)
         # A row that is not active keeps its states.
         c = tl.where(active, f * c + i * g, c)
         h_own = tl.where(active, (o * tanh(c)).to(element), h_own)
         tl.store(exchange + ((k + 1) % 2) * half + first_h + own_at, h_own, mask=batch & columns)
+        arrive(barrier_ptr + pid_b)
         tl.store(y_ptr + row * stride_y_n + first_h + y_at, h_own, mask=mask)
         if STORE_CELLS:
             tl.store(c_ptr + row * stride_c_n + first_h + c_at, c, mask=mask)
@@ -122,7 +141,6 @@ def _sequence_forward_kernel(
             tl.store(x + H + x_at, f.to(element), mask=mask)
             tl.store(x + 2 * H + x_at, g.to(element), mask=mask)
             tl.store(x + 3 * H + x_at, o.to(element), mask=mask)
-        arrive_and_wait(barrier_ptr + pid_b, (k + 1) * hidden_blocks)
     tl.store(cT_ptr + first_b * H + first_h + own_at, c, mask=batch & columns)
 
 
@@ -137,6 +155,7 @@ def lstm_sequence_forward(
     config: Config,
     store_gates: bool = True,
     precision: str = "ieee",
+    resets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the steps of a chunk in one launch.
 
@@ -151,6 +170,8 @@ def lstm_sequence_forward(
         config: Blocks, from `Config.pick`.
         store_gates: Whether the gates are kept.
         precision: "ieee", "tf32" or "tf32x3" for float32 products.
+        resets: bool [rows, 1], true where no h passes to a row from the one before, or None; c is then stopped by an
+            input projection of -inf for the forget gate. Dense rows only.
 
     Returns:
         The outputs [B, H] and the cell states [B, H] after the chunk.
@@ -169,6 +190,7 @@ def lstm_sequence_forward(
         weight_hh,
         c0,
         *rows.pointers(xproj),
+        xproj if resets is None else resets.view(torch.uint8),
         exchange,
         barrier,
         y,
@@ -186,12 +208,14 @@ def lstm_sequence_forward(
         STORE_GATES=store_gates,
         STORE_CELLS=c is not None,
         PACKED=rows.offsets is not None,
+        RESETS=resets is not None,
         BLOCK_B=config.block_b,
         BLOCK_H=config.block_h,
         BLOCK_K=config.block_k,
         BLOCKS_K=config.blocks_k(H),
+        AHEAD=config.ahead,
+        SWAP=config.swap,
         PRECISION=precision,
-        num_warps=config.num_warps,
-        num_stages=1,
+        **config.options(),
     )
     return exchange[rows.steps % 2], cT

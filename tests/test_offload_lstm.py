@@ -6,6 +6,7 @@ Occupancy is injected, so that the scheduler works on the CPU with threads that 
 import copy
 import gc
 import pickle
+import random
 import weakref
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedrnn
 from fusedrnn import OffloadConfig
 from fusedrnn.offload import OffloadHooks
+from fusedrnn.offload.device import ThreadDevice
+from fusedrnn.offload.scheduler import Scheduler
 from fusedrnn.testing import assert_close, full_device, offload_all, results, twin
 
 KINDS = {
@@ -259,3 +262,15 @@ def test_compiled_with_a_break_in_the_graph():
 
 def test_twin_of_an_offloading_layer_is_plain():
     assert type(twin(fusedrnn.LSTM(2, 3, offload=True))) is torch.nn.LSTM
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_bit_changes_however_late_the_copies_are(seed):
+    plain, offloading = pair(offload_all(), save="gates", num_layers=2)
+    delays = random.Random(seed)
+    device = ThreadDevice(lambda: delays.choice((0.0, 0.0, 0.002, 0.01)))
+    offloading.offloader._schedulers[CPU] = Scheduler(device, offloading.offloader.config)
+    x = torch.randn(32, 8, 16)
+    for _ in range(2):
+        equal(train(offloading, x), train(plain, x))
+    assert counters(offloading).loads > 0

@@ -33,6 +33,7 @@ class Call:
         transformed: Whether the call runs under a `torch.func` transform or forward-mode differentiation.
         gpu: Figures of the device, None where it is not a CUDA device.
         onednn: Whether torch may use oneDNN at present.
+        tf32: Whether products of float32 may be rounded to TF32 on CUDA devices.
         recorded: Whether autograd can record operations, which it cannot inside an operator of torch.library.
         cell: What each layer computes.
         resets: Whether states start anew within the sequences.
@@ -52,6 +53,7 @@ class Call:
     transformed: bool = False
     gpu: DeviceInfo | None = None
     onednn: bool = False
+    tf32: bool = False
     recorded: bool = True
     cell: CellSpec = LSTM
     resets: bool = False
@@ -82,6 +84,14 @@ class Call:
 def gpu_of(device: torch.device) -> DeviceInfo | None:
     """Return the figures of a device, or None where it is not a CUDA device."""
     return _device.device_info(device)
+
+
+def tf32_allowed() -> bool:
+    """Return whether torch's switches let products of float32 be rounded to TF32 on CUDA devices."""
+    asked = torch.backends.cuda.matmul.fp32_precision
+    if asked == "none":
+        asked = torch.backends.fp32_precision  # type: ignore[attr-defined]  # torch's stubs lack it
+    return asked == "tf32"
 
 
 class Workspace:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Union
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call, Workspace, gpu_of
+from fusedrnn.backends.base import Call, Workspace, gpu_of, tf32_allowed
 from fusedrnn.backends.fused import LayerBuffers
 from fusedrnn.backends.triton_base import TritonBackend, row_tensors
 from fusedrnn.cells import Weights
@@ -30,7 +30,7 @@ class TritonSequence(TritonBackend):
             return reasons
         if call.gpu is None:
             return ["its programs wait for one another, and Triton's interpreter runs them one after the other"]
-        picked = _pick(call.B, call.H, call.dtype, call.gpu)
+        picked = _pick(call.B, call.H, call.dtype, call.gpu, call.tf32)
         return [picked] if isinstance(picked, str) else []
 
     def recurrence_forward(
@@ -46,6 +46,7 @@ class TritonSequence(TritonBackend):
         """See `FusedBackend.recurrence_forward`."""
         from fusedrnn.kernels.lstm_sequence_forward import lstm_sequence_forward
 
+        config, precision = _config(h0)
         return lstm_sequence_forward(
             buffers.gates,
             weights.weight_hh.contiguous(),
@@ -54,9 +55,10 @@ class TritonSequence(TritonBackend):
             buffers.h,
             buffers.c,
             _rows(steps, h0.device),
-            _config(h0),
+            config,
             store_gates=store,
-            precision=_precision(h0.dtype),
+            precision=precision,
+            resets=buffers.resets,
         )
 
     def recurrence_backward(
@@ -75,6 +77,7 @@ class TritonSequence(TritonBackend):
         from fusedrnn.kernels.lstm_sequence_backward import lstm_sequence_backward
 
         assert buffers.c is not None
+        config, precision = _config(dh)
         lstm_sequence_backward(
             buffers.gates,
             weights.weight_hh.contiguous(),
@@ -84,34 +87,31 @@ class TritonSequence(TritonBackend):
             dh,
             dc,
             _rows(steps, dh.device),
-            _config(dh),
-            precision=_precision(dh.dtype),
+            config,
+            precision=precision,
+            resets=buffers.resets,
         )
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """Return how products of float32 are computed, as torch's switches for its own products say."""
-    if dtype != torch.float32:
-        return "ieee"
-    asked = torch.backends.cuda.matmul.fp32_precision
-    if asked == "none":
-        asked = torch.backends.fp32_precision  # type: ignore[attr-defined]  # torch's stubs lack it
-    return "tf32" if asked == "tf32" else "ieee"
+def _precision(dtype: torch.dtype, tf32: bool) -> str:
+    """Return how products are computed: in float32 as torch's switches for its own products say."""
+    return "tf32" if dtype == torch.float32 and tf32 else "ieee"
 
 
-def _pick(B: int, H: int, dtype: torch.dtype, gpu: DeviceInfo) -> Union["Config", str]:
+def _pick(B: int, H: int, dtype: torch.dtype, gpu: DeviceInfo, tf32: bool) -> Union["Config", str]:
     from fusedrnn.kernels._sequence import Config
 
-    return Config.pick(B, H, dtype.itemsize, gpu)
+    return Config.pick(B, H, dtype.itemsize, gpu, _precision(dtype, tf32))
 
 
-def _config(state: Tensor) -> "Config":
-    """Return the blocks for a state [B, H]; `refusals` has made sure that there are some."""
-    gpu = gpu_of(state.device)
+def _config(state: Tensor) -> tuple["Config", str]:
+    """Return blocks and precision for a state [B, H]; `refusals` has made sure that there are some."""
+    gpu, tf32 = gpu_of(state.device), tf32_allowed()
     assert gpu is not None
-    picked = _pick(state.shape[0], state.shape[1], state.dtype, gpu)
-    assert not isinstance(picked, str), picked
-    return picked
+    picked = _pick(state.shape[0], state.shape[1], state.dtype, gpu, tf32)
+    if isinstance(picked, str):
+        raise RuntimeError(f"torch's switch for TF32 was turned between the forward and the backward pass: {picked}")
+    return picked, _precision(state.dtype, tf32)
 
 
 def _rows(steps: Steps, device: torch.device) -> "Rows":

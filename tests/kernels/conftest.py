@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter
 
+    import fusedrnn.kernels.gru_step
     import fusedrnn.kernels.lstm_recompute
     import fusedrnn.kernels.lstm_sequence_backward
     import fusedrnn.kernels.lstm_sequence_forward

@@ -6,6 +6,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import fusedrnn
 from fusedrnn.backends import BACKENDS
+from fusedrnn.backends.base import tf32_allowed
 from fusedrnn.backends.graphs import GraphCache
 from fusedrnn.kernels import _device
 from fusedrnn.testing import assert_close, assert_no_worse_than_torch, offload_all, poisoned, results, twin
@@ -134,16 +135,34 @@ def test_an_interpreter_that_runs_programs_in_turn_is_refused(monkeypatch):
     ("general", "own", "expected"),
     [("ieee", "none", "ieee"), ("tf32", "none", "tf32"), ("tf32", "ieee", "ieee"), ("none", "tf32", "tf32")],
 )
-def test_products_of_float32_follow_the_switches_of_torch(monkeypatch, general, own, expected):
-    from fusedrnn.backends import triton_sequence
-
+def test_products_of_float32_follow_the_switches_of_torch(general, own, expected):
     before = torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision = general, own
-        assert triton_sequence._precision(torch.float32) == expected
-        assert triton_sequence._precision(torch.bfloat16) == "ieee"
+        assert tf32_allowed() == (expected == "tf32")
     finally:
         torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("backend", ["triton_step", "triton_sequence"])
+@pytest.mark.parametrize("save", ["gates", "hidden"])
+def test_resets(sequence, backend, save):
+    module = fusedrnn.LSTM(3, 17, bidirectional=True, backend=backend, save=save, chunk=4, device=sequence)
+    reference = fusedrnn.LSTM(3, 17, bidirectional=True, backend="reference", dtype=torch.float64, device=sequence)
+    reference.load_state_dict(module.state_dict())
+    x = torch.randn(6, 3, 3, device=sequence)
+    resets = torch.zeros(6, 3, dtype=torch.bool, device=sequence)
+    resets[2, 0] = resets[3, 1] = resets[4, 1] = resets[0, 2] = resets[5, 2] = True
+    ours, exact = (results(given(m, resets), x) for m in (module, reference))
+    for name in exact:
+        assert_close(ours[name], exact[name], name)
+
+
+def given(module, resets):
+    """The module with its resets given."""
+    forward = module.forward
+    module.forward = lambda x, hx=None: forward(x, hx, resets)
+    return module
 
 
 @pytest.mark.parametrize("backend", ["triton_step", "triton_sequence"])
