@@ -4,10 +4,13 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 export PYTHONSAFEPATH := 1
 
-.PHONY: bench test lint types wheel clean
+.PHONY: bench gpu-check test lint types wheel clean
 
 bench: .venv/installed
 	$(BIN)/python -m fusedrnn.bench main $(ARGS)
+
+gpu-check: .venv/installed
+	$(BIN)/python -m fusedrnn.bench gpu-check $(ARGS)
 
 test: .venv/installed
 	$(BIN)/python -m pytest $(ARGS)

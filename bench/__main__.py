@@ -17,7 +17,12 @@ COMMANDS = {
     "kernels": "registers, shared memory and floors of the Triton kernels, compiled without a GPU",
     "offload": "what offloading costs, on a simulated device and where there is one on a GPU",
     "timeline": "the streams of an offloaded pass as a picture",
+    "gpu-check": "everything that a GPU can show: correctness, then speed and memory beside peers",
 }
+
+
+def _module(command: str) -> str:
+    return f"fusedrnn.bench.{command.replace('-', '_')}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,14 +30,14 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="fusedrnn-bench", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        if find_spec(f"fusedrnn.bench.{name}") is None:
+        if find_spec(_module(name)) is None:
             continue
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--json", metavar="FILE", help="append the results to FILE, one JSON object a line")
         command.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
         command.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
         command.add_argument("--quiet", action="store_true", help="show no progress bars")
-        import_module(f"fusedrnn.bench.{name}").add_arguments(command)
+        import_module(_module(name)).add_arguments(command)
     return top
 
 
@@ -41,12 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     console.print(machine_line(args.device), style="dim")
     try:
-        rows = import_module(f"fusedrnn.bench.{args.command}").run(args)
+        rows = import_module(_module(args.command)).run(args)
     except NumericsError as error:
         console.print(f"error: {error}", style="bold red")
         return 1
     write_json(args.json, rows)
-    return 0
+    return getattr(args, "status", 0)
 
 
 if __name__ == "__main__":

@@ -190,12 +190,12 @@ def _line(name: str, dtype: str, arch: str, B: int, H: int, reports: "dict[Any, 
         reports[key] = KERNELS[name].report(element, chip.capability, H, config, precision)
     batch_blocks, hidden_blocks = config.grid(B, H)
     programs = batch_blocks * hidden_blocks
-    floor, model = _times(name, chip, dtype, size, B, H, config.block_b, config.block_h, programs)
+    floor, model = step_seconds(name, chip, dtype, size, B, H, config.block_b, config.block_h, programs)
     blocks = f"{config.block_b}x{config.block_h}x{config.num_warps}"
     return Line(name, dtype, arch, B, H, blocks, programs, floor, model, reports[key]), None
 
 
-def _times(
+def step_seconds(
     name: str, chip: Chip, dtype: str, size: int, B: int, H: int, block_b: int, block_h: int, programs: int
 ) -> tuple[float, float]:
     """Return the floor of a step and the model's time of it, in seconds."""
@@ -203,6 +203,8 @@ def _times(
         "step forward": (9, 2),
         "step backward": (10, 4),
         "recompute": (8, 1),
+        "GRU step forward": (12, 0),
+        "GRU step backward": (12, 0),
         "sequence forward": (9, 1),
         "sequence backward": (9, 1),
     }
