@@ -18,6 +18,7 @@ TINY = {
     "train": ["--length", "60", "--steps", "3", "--batch", "2", "--hidden", "8", "--layers", "2"],
     "long": ["--batch", "2", "--units", "8", "--lengths", "4", "--repeats", "1", "--modes", "torch", "auto"],
     "setup": ["--batch", "2", "--units", "8", "--lengths", "3"],
+    "packed": ["--longest", "12", "--batch", "3", "--input", "3", "--units", "8", "--repeats", "1", "--bidirectional"],
     "shapes": ["--size", "6", "2", "3", "8", "--repeats", "2"],
 }
 
