@@ -7,19 +7,18 @@ test/test_modules.py of PyTorch runs them through the checks that are repeated h
 import copy
 import pickle
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import fusedrnn
 
-with warnings.catch_warnings():
-    # The import looks for optional packages and says what it thinks of their versions.
+# The import would forbid the whole process to set torch's switches, as other tests do.
+with warnings.catch_warnings(), patch.object(torch.backends, "disable_global_flags", lambda: None):
+    # It looks for optional packages and says what it thinks of their versions.
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_modules import module_db
-
-# The import forbids the process to set torch's switches, which other tests do.
-torch.backends.__allow_nonbracketed_mutation_flag = True
 
 OURS = {torch.nn.LSTM: fusedrnn.LSTM, torch.nn.GRU: fusedrnn.GRU}
 INFOS = {info.module_cls: info for info in module_db if info.module_cls in OURS}
