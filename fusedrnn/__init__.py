@@ -4,12 +4,12 @@ from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
+from fusedrnn.convert import convert, convert_back
 from fusedrnn.functional import lstm
 from fusedrnn.modules import GRU, LSTM
 from fusedrnn.offload import OffloadConfig, OffloadHostFull, offload
 
 if TYPE_CHECKING:
-    from fusedrnn.convert import convert, convert_back
     from fusedrnn.dynamic import dynamic_rnn
 
 __version__ = _version("fusedrnn")
@@ -27,8 +27,6 @@ __all__ = [
 ]
 
 _LATER = {
-    "convert": "fusedrnn.convert",
-    "convert_back": "fusedrnn.convert",
     "dynamic_rnn": "fusedrnn.dynamic",
 }
 """What is imported when it is first asked for, so that `import fusedrnn` stays quick."""
