@@ -5,7 +5,7 @@ import torch
 
 import fusedrnn
 from fusedrnn.backends import BACKENDS
-from fusedrnn.testing import assert_no_worse_than_torch, poisoned, results, twin
+from fusedrnn.testing import assert_no_worse_than_torch, full_device, poisoned, results, twin
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -143,3 +143,77 @@ def test_peak_memory_of_hidden_mode_is_bounded_by_input_and_output():
         peaks.append(torch.cuda.max_memory_allocated() - start - outside)
         del x
     assert peaks[1] < 1.3 * peaks[0] + (64 << 20)
+
+
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("save", ["gates", "cells", "hidden"])
+def test_offloading_changes_no_bit(backend, save):
+    """Real streams: memory is churned between the passes, and every other step runs on a stream of its own."""
+    off = fusedrnn.offload(full_device(min_bytes=2048))
+    plain = make(64, 256, 3, backend=backend, save=save, chunk=16)
+    offloading = make(64, 256, 3, backend=backend, save=save, chunk=16, offload=off)
+    offloading.load_state_dict(plain.state_dict())
+    x = torch.randn(256, 64, 64, device="cuda")
+    expected = run(plain, x)
+    pinned = []
+    for step in range(12):
+        stream = torch.cuda.Stream() if step % 2 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            junk = [torch.full((256, 64, 1024), torch.nan, device="cuda") for _ in range(2)]
+            found = run(offloading, x)
+            del junk
+        stream.synchronize()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), step
+        pinned.append(off.scheduler(x.device).host.reserved)
+    assert off.stats().spills > 0 and pinned[-1] == pinned[2]
+    assert off.scheduler(x.device).entries() == []
+
+
+def test_offloading_takes_its_cue_from_the_allocator():
+    """With room nothing moves; when somebody else fills the device, what is pushed from then on does."""
+    off = fusedrnn.offload(fusedrnn.OffloadConfig(occupancy_limit=0.5, low_watermark=0.4))
+    module = make(64, 512, backend="auto", save="gates", offload=off)
+    x = torch.randn(500, 64, 64, device="cuda")
+    first = run(module, x)
+    assert off.stats().spills == 0 and off.stats().pushes > 0
+    free, total = torch.cuda.mem_get_info()
+    if free < 0.6 * total:
+        pytest.skip("needs a GPU of which more than half is free")
+    filler = torch.empty(int(0.55 * total), dtype=torch.uint8, device="cuda")
+    again = run(module, x)
+    del filler
+    assert off.stats().spills > 0
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("backend", ["triton_step", "torch_step"])
+@pytest.mark.parametrize("save", ["gates", "hidden"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gru(backend, save, dtype):
+    module = fusedrnn.GRU(
+        37, 65, 2, bidirectional=True, backend=backend, save=save, chunk=16, device="cuda", dtype=dtype
+    )
+    x = torch.randn(40, 19, 37, device="cuda", dtype=dtype)
+    with poisoned():
+        ours = results(module, x)
+    theirs, exact = results(twin(module, dtype).cuda(), x), results(twin(module).cuda(), x)
+    for name in exact:
+        factor = 3.0 if name.startswith("d") else 2.0
+        assert_no_worse_than_torch(ours[name], theirs[name], exact[name], name, factor)
+
+
+@pytest.mark.parametrize("backend", FUSED)
+def test_resets(backend):
+    module = make(7, 65, backend=backend, save="hidden", chunk=16, bidirectional=True)
+    reference = fusedrnn.LSTM(7, 65, bidirectional=True, backend="reference", dtype=torch.float64, device="cuda")
+    reference.load_state_dict(module.state_dict())
+    x = torch.randn(40, 19, 7, device="cuda")
+    resets = torch.rand(40, 19, device="cuda") < 0.2
+    y, exact = module(x, resets=resets)[0], reference(x.double(), resets=resets)[0]
+    assert (y - exact).abs().max() < 1e-5
+    grads = [
+        torch.autograd.grad(out.square().sum(), list(m.parameters())) for out, m in ((y, module), (exact, reference))
+    ]
+    for ours, expected in zip(*grads, strict=True):
+        assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
