@@ -159,6 +159,8 @@ def train(config: Config, report: Callable[[int, float, float, int], None] = lam
     torch.manual_seed(config.seed)
     model = Model(config, len(alphabet)).to(config.device)
     rank, ranks, wrapped = _distributed(model)
+    if config.batch < ranks:
+        raise SystemExit(f"--batch must be at least the number of processes, {ranks}, got {config.batch}")
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
     places = torch.Generator().manual_seed(config.seed)
     data = data.to(config.device)
@@ -168,7 +170,8 @@ def train(config: Config, report: Callable[[int, float, float, int], None] = lam
         starts = torch.randint(len(data) - config.length, (config.batch,), generator=places).tolist()
         window = torch.stack([data[s : s + config.length + 1] for s in starts[rank::ranks]], 1)
         optimizer.zero_grad()
-        loss = wrapped(window[:-1], window[1:])
+        # Processes count equally in the average of gradients, but may have unequal shares of the batch.
+        loss = wrapped(window[:-1], window[1:]) * (window.shape[1] * ranks / config.batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

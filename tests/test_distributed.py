@@ -164,8 +164,9 @@ def losses(file):
     return next(row for row in rows if row["metric"] == "bits_per_character")
 
 
-def test_training_under_torchrun_is_that_of_one_process_with_the_whole_batch(tmp_path):
-    options = ["--quiet", "--length", "60", "--steps", "3", "--batch", "4", "--hidden", "8"]
+@pytest.mark.parametrize("batch", [4, 3])
+def test_training_under_torchrun_is_that_of_one_process_with_the_whole_batch(batch, tmp_path):
+    options = ["--quiet", "--length", "60", "--steps", "3", "--batch", str(batch), "--hidden", "8"]
     found = []
     for name, launcher in (
         ("one", ["-m"]),
@@ -183,3 +184,12 @@ def test_training_under_torchrun_is_that_of_one_process_with_the_whole_batch(tmp
         found.append(losses(file))
     for key in ("p20", "p50", "p80"):
         assert found[1][key] == pytest.approx(found[0][key], rel=1e-5)
+
+
+def test_a_batch_that_leaves_a_process_without_work_is_refused(monkeypatch):
+    from fusedrnn.bench import train
+
+    monkeypatch.setattr(train, "_distributed", lambda model: (0, 2, model))
+    config = train.Config(train.OURS, length=20, steps=1, batch=1, hidden=4, layers=1, lr=1e-2, seed=0, device="cpu")
+    with pytest.raises(SystemExit, match="--batch must be at least the number of processes, 2, got 1"):
+        train.train(config)

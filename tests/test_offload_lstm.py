@@ -216,6 +216,10 @@ def test_names_and_errors():
     assert fusedrnn.LSTM(2, 3, swap_memory=config).offloader is fusedrnn.LSTM(2, 3, offload=config).offloader
     assert fusedrnn.LSTM(2, 3).offloader is None
     assert "offload" not in repr(fusedrnn.LSTM(2, 3)) and "offload=" in repr(fusedrnn.LSTM(2, 3, offload=config))
+    assert (
+        repr(fusedrnn.LSTM(2, 3, offload=OffloadConfig(ring_slots=8)))
+        == "LSTM(2, 3, offload=OffloadConfig(ring_slots=8))"
+    )
     with pytest.raises(ValueError, match="`offload` and `swap_memory` are two names of one argument, got both"):
         fusedrnn.LSTM(2, 3, offload=True, swap_memory=True)
     with pytest.raises(TypeError, match=r"`offload` must be True, False, an OffloadConfig or what .* got int"):

@@ -18,7 +18,7 @@ import fusedrnn
 with warnings.catch_warnings(), patch.object(torch.backends, "disable_global_flags", lambda: None):
     # It looks for optional packages and says what it thinks of their versions.
     warnings.simplefilter("ignore")
-    from torch.testing._internal.common_modules import module_db
+    from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
 
 OURS = {torch.nn.LSTM: fusedrnn.LSTM, torch.nn.GRU: fusedrnn.GRU}
 INFOS = {info.module_cls: info for info in module_db if info.module_cls in OURS}
@@ -81,6 +81,42 @@ def test_forward_and_gradients(kind, training):
         for f, e in zip([*found, *have], [*expected, *want], strict=True):
             assert f.shape == e.shape
             assert torch.allclose(f, e, rtol=1e-9, atol=1e-11)
+
+
+@CASES
+def test_references_of_samples(kind):
+    count = 0
+    info = INFOS[kind]
+    for sample in info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=False):
+        if sample.reference_fn is None:
+            continue
+        count += 1
+        ours = OURS[kind](*sample.constructor_input.args, **sample.constructor_input.kwargs).double().eval()
+        args, kwargs = sample.forward_input.args, sample.forward_input.kwargs
+        expected = flat(sample.reference_fn(ours, *args, **kwargs))
+        for found, reference in zip(call(ours, args, kwargs), expected, strict=True):
+            torch.testing.assert_close(found, reference)
+    assert count > 10
+
+
+@CASES
+def test_error_samples(kind):
+    seen = set()
+    info = INFOS[kind]
+    for error in info.module_error_inputs_func(
+        info, device="cpu", dtype=torch.float32, requires_grad=False, training=True
+    ):
+        seen.add(error.error_on)
+        make, forward = error.module_error_input.constructor_input, error.module_error_input.forward_input
+        if error.error_on is ModuleErrorEnum.CONSTRUCTION_ERROR:
+            with pytest.raises(error.error_type, match=error.error_regex):
+                OURS[kind](*make.args, **make.kwargs)
+        else:
+            # The one fault of a call among them is a wrong dtype; ours has words of its own for it.
+            ours = OURS[kind](*make.args, **make.kwargs)
+            with pytest.raises(error.error_type, match="dtype"):
+                ours(*forward.args, **forward.kwargs)
+    assert seen == set(ModuleErrorEnum)
 
 
 @CASES

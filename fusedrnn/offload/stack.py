@@ -153,6 +153,12 @@ class Offloader:
         self._schedulers: dict[torch.device, Scheduler | None] = {}
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        """Return the configuration, as far as it is not the default."""
+        default = OffloadConfig()
+        changed = [f"{name}={value!r}" for name, value in vars(self.config).items() if value != getattr(default, name)]
+        return f"OffloadConfig({', '.join(changed)})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offloader":
         return type(self)(self.config)
 
