@@ -159,6 +159,8 @@ def run_layers(
         call = replace(_describe(cell, x, states, layers, layout, directions), resets=resets is not None)
         choice = choose(call, options.backend, options.save, options.chunk)
         offload = (innermost() or options.offload) if call.grad else None
+        if call.transformed:
+            offload = None
         if offload is not None and offload.is_active(x.device):
             saving = offload.hooks()
         run_stage = partial(_eager, cell, choice, layout, resets, offload)

@@ -264,6 +264,24 @@ def test_compiled_with_a_break_in_the_graph():
     assert counters(offloading).spills > 0
 
 
+# torch's own rules for forward-mode differentiation are loaded through torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_transforms_keep_what_they_save():
+    """What a transform saves stands for other tensors and has no memory that could be copied."""
+    plain, offloading = pair(offload_all(), backend="auto")
+    x = torch.randn(32, 8, 16)
+    for _ in range(3):
+        found, expected = (
+            torch.func.jvp(lambda x, m=m: m(x)[0], (x,), (torch.ones_like(x),)) for m in (offloading, plain)
+        )
+        assert all(map(torch.equal, found, expected))
+        with offload_all():
+            inside = torch.func.jvp(lambda x: torch.tanh(plain(x)[0] * x.sum()), (x,), (torch.ones_like(x),))
+        assert inside[1].isfinite().all()
+    grads = torch.func.vmap(torch.func.grad(lambda x: offloading(x)[0].sum()), 1)(x)
+    assert grads.shape == (8, 32, 16)
+
+
 def test_twin_of_an_offloading_layer_is_plain():
     assert type(twin(fusedrnn.LSTM(2, 3, offload=True))) is torch.nn.LSTM
 

@@ -309,6 +309,8 @@ def _unpack(packed: "_Part | _Kept") -> Tensor:
 
 def _refusal(tensor: Tensor, min_bytes: int) -> str | None:
     """Return why a tensor stays where it is, None if it may go."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
+        return "without memory of its own"
     if tensor.layout is not torch.strided:
         return "sparse"
     if not tensor.is_floating_point():
