@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 
 import pytest
 import torch
@@ -57,6 +58,15 @@ def test_refusals_are_no_failures_and_time_that_is_over_is_said(monkeypatch, cap
     assert "1 ok, 1 refused" in capsys.readouterr().out
     assert run(seconds=-1) == 0
     assert "correctness: left out, the -1 seconds are over" in capsys.readouterr().out
+
+
+def test_the_tests_stop_when_the_time_is_over(monkeypatch, capsys):
+    def late(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", late)
+    assert run(skip=["correctness", "bits", "cases", "speed", "long"]) == 0
+    assert "stopped, the time is over: run -m pytest" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
