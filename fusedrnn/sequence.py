@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Backend, ChunkedBackend, Gradients, RecordingBackend, Task, Workspace
 from fusedrnn.backends.reference import Reference
+from fusedrnn.backends.rows import aligned
 from fusedrnn.cells import CellSpec, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, SequenceLayout
 
@@ -96,18 +97,11 @@ class Plan:
         """Return the bytes of its parts: what the backend saves, then the states before the chunk."""
         assert isinstance(self.backend, ChunkedBackend)
         own = self.backend.slot_bytes(self.tasks[0], chunk.rows, states[0].dtype)
-        return [_aligned(own), *(_aligned(state.numel() * state.element_size()) for state in states)]
+        return [aligned(own), *(aligned(state.numel() * state.element_size()) for state in states)]
 
     def expected_bytes(self, states: States) -> int:
         """Return the bytes of all slots."""
         return sum(self.slot_bytes(chunk, self.states(index, states)) for index, chunk in self.chunks())
-
-
-_ALIGNMENT = 256
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _parts(plan: Plan, chunk: Chunk, states: States, buffer: Tensor) -> tuple[Tensor, States]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace
-from fusedrnn.backends.rows import Field, add_product, anew, chunk_steps, find, lay_out, project
+from fusedrnn.backends.rows import Field, add_product, chunk_steps, find, lay_out, linked, project
 from fusedrnn.cells import LSTM, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
 
@@ -168,9 +168,8 @@ class FusedBackend(ChunkedBackend):
     ) -> None:
         """Compute the chunk's pre-activations again, with every h known."""
         _project(below, weights, buffers)
-        for start, stop, source, from_state in steps.links:
-            before = (h0 if from_state else buffers.h)[source : source + stop - start]
-            buffers.gates[start:stop].addmm_(anew(before, buffers.resets, start, stop), weights.weight_hh.t())
+        for start, stop, h_prev in linked(steps, buffers.h, h0, buffers.resets):
+            buffers.gates[start:stop].addmm_(h_prev, weights.weight_hh.t())
 
 
 def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
@@ -242,9 +241,8 @@ def _add_products(
     if total.weight_ih is not None and below is not None:
         add_product(total.weight_ih, dgates, below)
     if total.weight_hh is not None:
-        for start, stop, source, from_state in steps.links:
-            before = (h0 if from_state else buffers.h)[source : source + stop - start]
-            add_product(total.weight_hh, dgates[start:stop], anew(before, buffers.resets, start, stop))
+        for start, stop, h_prev in linked(steps, buffers.h, h0, buffers.resets):
+            add_product(total.weight_hh, dgates[start:stop], h_prev)
     if total.bias_ih is not None or total.bias_hh is not None:
         db = dgates.sum(0, dtype=state_dtype(dgates.dtype))
         for bias in (total.bias_ih, total.bias_hh):

@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace, plain_call
-from fusedrnn.backends.rows import Field, add_product, anew, chunk_steps, finals, find, lay_out, previous, project
+from fusedrnn.backends.rows import (
+    Field,
+    add_product,
+    anew,
+    chunk_steps,
+    finals,
+    find,
+    lay_out,
+    linked,
+    previous,
+    project,
+)
 from fusedrnn.cells import GRU, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
 
@@ -135,10 +146,8 @@ class GRUBackend(ChunkedBackend):
                 assert below is not None
                 project(below, weights.weight_ih, weights.bias_ih, buffers.gates)
                 hproj = work.get("hproj", tuple(buffers.gates.shape), dtype)
-                for start, stop, source, from_state in chunk.steps.links:
-                    before = (h0 if from_state else buffers.h)[source : source + stop - start]
-                    before = anew(before, buffers.resets, start, stop)
-                    project(before, weights.weight_hh, weights.bias_hh, hproj[start:stop])
+                for start, stop, h_prev in linked(chunk.steps, buffers.h, h0, buffers.resets):
+                    project(h_prev, weights.weight_hh, weights.bias_hh, hproj[start:stop])
                 self.activate(buffers.gates, hproj, buffers.hn)
             elif keep:
                 buffers.gates = work.get("dgates", tuple(buffers.gates.shape), dtype).copy_(buffers.gates)
@@ -206,10 +215,8 @@ class GRUTorchStep(GRUBackend):
         by_h = z.clone()
         by_n = (1 - z) * (1 - n * n)
         z.mul_(1 - z)
-        for start, stop, source, from_state in steps.links:
-            before = (h0 if from_state else buffers.h)[source : source + stop - start]
-            before = anew(before, buffers.resets, start, stop)
-            z[start:stop].mul_(before - n[start:stop])
+        for start, stop, h_prev in linked(steps, buffers.h, h0, buffers.resets):
+            z[start:stop].mul_(h_prev - n[start:stop])
         n.copy_(by_n)
         reset = by_n * r
         torch.mul(reset, 1 - r, out=r).mul_(by_hn)
@@ -274,11 +281,9 @@ def _add_products(
     if total.weight_ih is not None and below is not None:
         add_product(total.weight_ih, dgates, below)
     if total.weight_hh is not None:
-        for start, stop, source, from_state in steps.links:
-            before = (h0 if from_state else buffers.h)[source : source + stop - start]
-            before = anew(before, buffers.resets, start, stop)
-            add_product(total.weight_hh[:both], dgates[start:stop, :both], before)
-            add_product(total.weight_hh[both:], dhn[start:stop], before)
+        for start, stop, h_prev in linked(steps, buffers.h, h0, buffers.resets):
+            add_product(total.weight_hh[:both], dgates[start:stop, :both], h_prev)
+            add_product(total.weight_hh[both:], dhn[start:stop], h_prev)
     wide = state_dtype(dgates.dtype)
     if total.bias_ih is not None:
         total.bias_ih.add_(dgates.sum(0, dtype=wide))

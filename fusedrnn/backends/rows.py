@@ -1,6 +1,6 @@
 """What the flows of all cells do with the rows of a chunk: lay out its slot, find states, multiply."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ def lay_out(rows: int, wanted: Iterable[tuple[str, int, int, torch.dtype]]) -> l
     fields: list[Field] = []
     stop = 0
     for name, layer, width, dtype in wanted:
-        start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        start = aligned(stop)
         stop = start + rows * width * dtype.itemsize
         fields.append(Field(name, layer, width, dtype, start, stop))
     return fields
@@ -57,6 +57,18 @@ def previous(rows: Tensor, initial: Tensor, before: int, n_before: int, n: int) 
     if not n_before:
         return initial[:n]
     return torch.cat((rows[before : before + n_before], initial[n_before:n]))
+
+
+def aligned(nbytes: int) -> int:
+    """Round a size up to where the next tensor of a slot may begin."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def linked(steps: Steps, rows: Tensor, initial: Tensor, resets: Tensor | None) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield runs of rows (start, stop) with what they follow [stop - start, ...], zero where the states start anew."""
+    for start, stop, source, from_state in steps.links:
+        before = (initial if from_state else rows)[source : source + stop - start]
+        yield start, stop, anew(before, resets, start, stop)
 
 
 def anew(states: Tensor, resets: Tensor | None, start: int, stop: int) -> Tensor:

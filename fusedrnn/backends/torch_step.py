@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Call, Workspace, plain_call
 from fusedrnn.backends.fused import LayerBuffers
+from fusedrnn.backends.rows import linked
 from fusedrnn.backends.step import StepBackend
 from fusedrnn.layout import Steps
 
@@ -78,8 +79,8 @@ class TorchStep(StepBackend):
         one = work.get("one", (rows, H), c.dtype)
         torch.mul(o, torch.sub(1, o, out=one), out=o).mul_(tanh_c)
         torch.mul(f, torch.sub(1, f, out=one), out=f)
-        for start, stop, source, from_state in steps.links:
-            f[start:stop].mul_((c0 if from_state else c)[source : source + stop - start])
+        for start, stop, c_prev in linked(steps, c, c0, None):
+            f[start:stop].mul_(c_prev)
         ig = torch.mul(i, g, out=tanh_c)
         torch.mul(g, g, out=one).neg_().add_(1).mul_(i)
         torch.mul(ig, torch.sub(1, i, out=i), out=i)
