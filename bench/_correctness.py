@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import fusedrnn
-from fusedrnn.backends import BACKENDS
+from fusedrnn.backends import BACKENDS, NoBackendError
 from fusedrnn.testing import assert_no_worse_than_torch, full_device, poisoned, results, twin
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,9 +61,7 @@ def _verdict(device: str, sizes: tuple[int, int, int, int], backend: str, save: 
     try:
         with poisoned():
             ours = results(module, x)
-    except RuntimeError as error:
-        if "no backend can run this call" not in str(error):
-            raise
+    except NoBackendError as error:
         return "refused: " + str(error).splitlines()[1].partition(": ")[2]
     with warnings.catch_warnings():
         # torch says that its oneDNN has no projection, and computes without.
@@ -112,9 +110,7 @@ def _bits(device: str, sizes: tuple[int, int, int, int], backend: str, save: str
         for run in range(runs):
             try:
                 found = results(module, x)
-            except RuntimeError as error:
-                if "no backend can run this call" not in str(error):
-                    raise
+            except NoBackendError as error:
                 return "refused: " + str(error).splitlines()[1].partition(": ")[2]
             first = first or found
             other = [name for name in found if not torch.equal(found[name], first[name])]

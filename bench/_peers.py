@@ -103,6 +103,10 @@ def _torchrl(I: int, H: int, **where: Any) -> tuple[Forward, list[Tensor]]:
     return forward, list(module.parameters())
 
 
+PEERS = {"FlashRNN": ("flashrnn", _flashrnn), "TorchRL, Triton": ("torchrl", _torchrl)}
+"""Other people's layers by name: the package, and what makes one."""
+
+
 def contenders(device: str) -> dict[str, Callable[..., tuple[Forward, list[Tensor]]]]:
     """Return what is timed on a device: by name a function `(I, H, device=, dtype=)` that makes a layer."""
     found: dict[str, Callable[..., tuple[Forward, list[Tensor]]]] = {"torch.nn.LSTM": _cudnn}
@@ -111,8 +115,4 @@ def contenders(device: str) -> dict[str, Callable[..., tuple[Forward, list[Tenso
     for backend in ("triton_sequence", "triton_step"):
         for save in ("gates", "hidden"):
             found[f"{backend}, {save}"] = _ours(backend, save)
-    if find_spec("flashrnn"):
-        found["FlashRNN"] = _flashrnn
-    if find_spec("torchrl"):
-        found["TorchRL, Triton"] = _torchrl
-    return found
+    return found | {name: make for name, (package, make) in PEERS.items() if find_spec(package)}

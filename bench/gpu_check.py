@@ -24,9 +24,10 @@ from rich.markup import escape
 from torch import Tensor
 
 import fusedrnn
+from fusedrnn.backends import NoBackendError
 from fusedrnn.bench._correctness import Cell, matrix, same_bits
 from fusedrnn.bench._measure import OURS, TORCH, peak_bytes, synchronize, times
-from fusedrnn.bench._peers import contenders, cudnn_algorithm
+from fusedrnn.bench._peers import PEERS, contenders, cudnn_algorithm
 from fusedrnn.bench._report import console, machine_line, mib, row, table
 from fusedrnn.kernels._device import device_info
 
@@ -249,7 +250,9 @@ def _time_all(device: str, dtype: str, T: int, B: int, H: int, args: argparse.Na
             both()
             peaks[name] = peak_bytes(both, device)
         except Exception as error:
-            # Peers fail in ways of their own; that is a result, too.
+            # Peers fail in ways of their own, which is a result, too. Ours may refuse and run out of memory, no more.
+            if name not in PEERS and not isinstance(error, (NoBackendError, torch.OutOfMemoryError)):
+                raise
             found[name] = " ".join(str(error).split())[:300] or type(error).__name__
             continue
         passes[name, "forward"] = partial(forward, x)

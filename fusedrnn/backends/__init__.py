@@ -30,6 +30,10 @@ at every step (glibc's limit for keeping freed blocks is 32 MiB)."""
 _GPU_GATES_FRACTION = 1 / 16
 
 
+class NoBackendError(RuntimeError):
+    """No backend can run a call; the message lists every backend with its reasons."""
+
+
 class Choice(NamedTuple):
     """Who runs a call, what is saved, how many steps a chunk has, and why."""
 
@@ -46,7 +50,7 @@ def choose(call: Call, backend: str = "auto", save: str = "auto", chunk: int | s
     A named backend or mode is taken or refused, never replaced; "auto" takes the first that fits.
 
     Raises:
-        RuntimeError: If nothing fits; the message lists every backend with its reasons.
+        NoBackendError: If nothing fits; the message lists every backend with its reasons.
     """
     order, why = _save_order(call, save)
     known = BACKENDS[call.cell.name]
@@ -66,7 +70,7 @@ def choose(call: Call, backend: str = "auto", save: str = "auto", chunk: int | s
         + "; ".join(reasons[candidate.name] or [f"it has save={' and '.join(map(repr, candidate.saves))} only"])
         for candidate in candidates
     ]
-    raise RuntimeError(
+    raise NoBackendError(
         f"no backend can run this call ({call}) with backend={backend!r}, save={save!r}:\n"
         + "\n".join(lines)
         + '\nuse backend="auto" and save="auto", or change what is named above'

@@ -60,6 +60,18 @@ def test_refusals_are_no_failures_and_time_that_is_over_is_said(monkeypatch, cap
     assert "correctness: left out, the -1 seconds are over" in capsys.readouterr().out
 
 
+def test_only_a_peer_may_fail_to_be_timed(monkeypatch, capsys):
+    def broken(I, H, **where):
+        raise RuntimeError("an illegal memory access")
+
+    only = {"skip": ["correctness", "bits", "cases", "long", "tests"]}
+    monkeypatch.setattr(gpu_check, "contenders", lambda device: {"FlashRNN": broken})
+    assert run(**only) == 0
+    assert "not timed: FlashRNN" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_check, "contenders", lambda device: {"triton_step, gates": broken})
+    assert run(**only) == 1
+
+
 def test_the_tests_stop_when_the_time_is_over(monkeypatch, capsys):
     def late(command, **options):
         raise subprocess.TimeoutExpired(command, options["timeout"])
