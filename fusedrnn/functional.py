@@ -1,6 +1,6 @@
 """The functional form: validate, choose a backend, run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +39,10 @@ class Options:
         _checks.require_choice("save", self.save, ("auto", *LSTM.modes))
         _checks.require_choice("backend", self.backend, ("auto", *NAMES))
         _checks.require_chunk(self.chunk)
+
+    def alone(self) -> "Options":
+        """Return the options for a part of a sequence, whose buffers do not live long enough to be offloaded."""
+        return replace(self, offload=None)
 
 
 def lstm(
@@ -115,6 +119,7 @@ def run_layers(
     dropout: float = 0.0,
     reverse: bool = False,
     resets: Tensor | None = None,
+    sums: Mapping[int, Tensor] | None = None,
 ) -> tuple[Tensor, States, Choice | None]:
     """Run a stack of layers whose arguments have been checked.
 
@@ -129,6 +134,9 @@ def run_layers(
         dropout: Probability of dropout between layers; 0 when evaluating.
         reverse: With one direction: run from the last step to the first.
         resets: bool [T, B], true where the states start anew before a step, or None.
+        sums: For a part of a sequence: sums of the gradients of weights by id(weight), to which a backend that runs
+            chunk by chunk adds, so that autograd gets none from it; the final states stay in the dtype in which they
+            are carried.
 
     Returns:
         The output, the final states, and who ran it (None while compiling).
@@ -147,9 +155,10 @@ def run_layers(
             dropout=dropout,
             reverse=reverse,
             resets=resets,
+            sums=sums,
         )
     x, states, layers, autocast = _under_autocast(x, states, layers)
-    states = _initial(cell, x, states, layers, layout)
+    states = initial_states(cell, x, states, layers, layout.batch)
     compiling = torch.compiler.is_compiling()
     choice = None
     saving: AbstractContextManager[Any] = nullcontext()
@@ -163,26 +172,23 @@ def run_layers(
             offload = None
         if offload is not None and offload.is_active(x.device):
             saving = offload.hooks()
-        run_stage = partial(_eager, cell, choice, layout, resets, offload)
+        run_stage = partial(_eager, cell, choice, layout, resets, offload, sums)
     with autocast, saving:
         if choice and isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
             y, states = choice.backend.run_whole(x, states, list(layers), directions, dropout)
         else:
             y, states = _run_stages(x, states, layers, directions, dropout, reverse, run_stage)
-    return y, tuple(state.to(x.dtype) for state in states), choice
+    return y, states if sums is not None else tuple(state.to(x.dtype) for state in states), choice
 
 
-def _initial(
-    cell: CellSpec, x: Tensor, states: States | None, layers: Sequence[Weights], layout: SequenceLayout
-) -> States:
-    """Return the initial states in the dtypes in which they are carried; zeros where none are given."""
+def initial_states(cell: CellSpec, x: Tensor, states: States | None, layers: Sequence[Weights], batch: int) -> States:
+    """Return the initial states in the dtypes in which they are carried with x's; zeros where none are given."""
     dtypes = [x.dtype] + [state_dtype(x.dtype)] * (len(cell.states) - 1)
     if states is not None:
         return tuple(state.to(dtype) for state, dtype in zip(states, dtypes, strict=True))
     widths = [layers[0].output_size] + [layers[0].hidden_size] * (len(cell.states) - 1)
     return tuple(
-        x.new_zeros((len(layers), layout.batch, width), dtype=dtype)
-        for width, dtype in zip(widths, dtypes, strict=True)
+        x.new_zeros((len(layers), batch, width), dtype=dtype) for width, dtype in zip(widths, dtypes, strict=True)
     )
 
 
@@ -221,6 +227,7 @@ def _eager(
     layout: SequenceLayout,
     resets: Tensor | None,
     offload: OffloadHooks | None,
+    sums: Mapping[int, Tensor] | None,
     parts: list[tuple[Weights, ...]],
     reverses: list[bool],
     x: Tensor,
@@ -231,7 +238,8 @@ def _eager(
     stack: Stack = ResidentStack(x.device)
     if offload is not None and isinstance(choice.backend, ChunkedBackend):
         stack = offload.stack(x.device, plan.expected_bytes(states))
-    return run(replace(plan, stack=stack), x, states)
+    running = None if sums is None else tuple(sums.get(id(weight)) for weight in plan.weights)
+    return run(replace(plan, stack=stack, sums=running), x, states)
 
 
 def _compiled(

@@ -1,5 +1,6 @@
 """`fusedrnn.LSTM` and `fusedrnn.GRU`: torch's own layers that need far less memory."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from fusedrnn.cells import CellSpec, States, Weights
 from fusedrnn.functional import Options, check_resets, check_states, run_layers
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
+from fusedrnn.streaming import ChunkLoss, is_streamed, run_streamed, stream_chunks
 
 
 class _Recurrent(nn.RNNBase):
@@ -54,12 +56,16 @@ class _Recurrent(nn.RNNBase):
             return self._choice
         return f"{self._choice}\n{self.offloader.explain()}"
 
-    def _run(self, input: Any, states: Any, resets: Any) -> tuple[Any, States]:
+    def _run(
+        self, input: Any, states: Any, resets: Any, output: str = "sequence", chunk_loss: ChunkLoss | None = None
+    ) -> tuple[Any, States]:
         """Run the layers; see `forward`. The states are a tuple, checked here, or None.
 
         Returns:
             The output, and the final states as a tuple.
         """
+        if is_streamed(input, output, chunk_loss):
+            return run_streamed(self, input, states, resets, output, chunk_loss)
         packed = input if isinstance(input, PackedSequence) else None
         x = input.data if isinstance(input, PackedSequence) else input
         layers = self._layers()
@@ -99,6 +105,35 @@ class _Recurrent(nn.RNNBase):
             return y.squeeze(1), tuple(state.squeeze(1) for state in states)
         return (y.transpose(0, 1) if self.batch_first else y), states
 
+    def stream(
+        self,
+        input: Any,
+        hx: Any = None,
+        *,
+        steps: int | None = None,
+        backward: str = "truncated",
+        resets: Tensor | None = None,
+    ) -> Iterator[tuple[Tensor, Any]]:
+        """Run the layers chunk by chunk, and yield the output and the state after each.
+
+        Args:
+            input: What is cut into chunks: a tensor on the device or on the host, or an array of NumPy (a memory-mapped
+                file); or an iterable of chunks. The next ones are fetched while one is computed.
+            hx: Initial state, as for the layer itself.
+            steps: Timesteps per chunk where `input` can be cut anywhere; None chooses by bytes.
+            backward: "truncated" lets no gradient pass from a chunk to the one before: call `backward` on each chunk's
+                loss within the loop. "full" keeps every chunk's graph, for one `backward` after the loop.
+            resets: As for the layer itself.
+
+        Yields:
+            The output of a chunk, shaped as the chunk, and the state after it, shaped as `hx`.
+
+        Raises:
+            TypeError: If an argument is of no type that can be streamed.
+            ValueError: If an argument is not among its choices, or shapes, dtypes or devices do not agree.
+        """
+        return stream_chunks(self, input, hx, steps, backward, resets)
+
     def _layers(self) -> list[Weights]:
         """Return the weights of the moment: parametrized, pruned and swapped ones included."""
         layers = []
@@ -112,6 +147,12 @@ class _Recurrent(nn.RNNBase):
         return layers
 
     def _check_input(self, x: Any, packed: bool, weight: Tensor) -> None:
+        self._check_shape(x, packed)
+        _checks.require_like(
+            "input", x, x.dtype if _checks.under_autocast(x) else weight.dtype, weight.device, "the weights"
+        )
+
+    def _check_shape(self, x: Any, packed: bool = False) -> None:
         _checks.require_tensor("input", x)
         _checks.require_floating("input", x)
         if x.dim() not in ((2,) if packed else (2, 3)):
@@ -122,9 +163,6 @@ class _Recurrent(nn.RNNBase):
                 f"`input` must have a last dimension of `input_size` = {self.input_size}, got {x.shape[-1]} in shape "
                 f"{tuple(x.shape)}"
             )
-        _checks.require_like(
-            "input", x, x.dtype if _checks.under_autocast(x) else weight.dtype, weight.device, "the weights"
-        )
 
     def _check_states(self, states: tuple[Any, ...], x: Tensor, batch: int, batched: bool) -> States:
         """Check the initial states and return them with a batch dimension."""
@@ -199,20 +237,38 @@ class LSTM(_Recurrent, nn.LSTM):
         input: Tensor | PackedSequence,
         hx: tuple[Tensor, Tensor] | None = None,
         resets: Tensor | None = None,
+        *,
+        output: str = "sequence",
+        chunk_loss: ChunkLoss | None = None,
     ) -> tuple[Tensor | PackedSequence, tuple[Tensor, Tensor]]:
         """Run the layers.
 
+        With an input that is no tensor, an `output` other than "sequence", or a `chunk_loss`, the sequence is streamed:
+        it goes through the layers in segments (of `chunk` timesteps, where that is a number), of which nothing is kept
+        but the states before each. The backward pass reads each segment's input again and computes it again, so that
+        the peak of memory does not depend on the length. Gradients are those of a layer with the same `chunk` and
+        `save` that keeps everything, to the last bit.
+
         Args:
-            input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
+            input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`. Or what is
+                not on the device as a whole: an array of NumPy (a memory-mapped file), or an iterable of chunks of
+                such shapes (one with `__getitem__` and `__len__` is read again in the backward pass; what others
+                yield is kept until then); and where the sequence is streamed, also a tensor on the host.
             hx: Initial states h0 [num_layers * directions, B, P] and c0 [num_layers * directions, B, H] (without B for
                 one sequence); zeros if not given.
             resets: bool, shaped as the input without features: true where the states start anew, at zero, before a
                 step, as at the first step of an episode. No gradient passes there, and the pieces are as if run alone:
                 in the reverse direction, too, where a piece starts with its last step.
+            output: "sequence" for the whole output on the device; "host" for the whole output in host memory; "last"
+                for that of the last step alone, [B, P]. Input and output may each be longer than the device holds,
+                and so may their gradients.
+            chunk_loss: `(y, steps) -> loss`, a scalar: it is called with the output of each segment and the `slice` of
+                timesteps that it is of, and the sum of the losses takes the place of the output. Parameters that it
+                uses get their gradients. It runs twice per segment, with the same random numbers.
 
         Returns:
-            The output, shaped as the input with features [directions * P], and the final states (h_n, c_n), shaped as
-            `hx`.
+            The output, shaped as the input with features [directions * P] (or as `output` or `chunk_loss` say), and
+            the final states (h_n, c_n), shaped as `hx`.
 
         Raises:
             TypeError: If an argument is not a tensor.
@@ -224,7 +280,7 @@ class LSTM(_Recurrent, nn.LSTM):
             if not isinstance(hx, (tuple, list)) or len(hx) != 2:
                 raise TypeError(f"`hx` must be a tuple (`h0`, `c0`), got {type(hx).__name__}")
             states = tuple(hx)
-        y, (h, c) = self._run(input, states, resets)
+        y, (h, c) = self._run(input, states, resets, output, chunk_loss)
         return y, (h, c)
 
 
@@ -254,7 +310,13 @@ class GRU(_Recurrent, nn.GRU):
     cell = GRU_CELL
 
     def forward(  # type: ignore[override]
-        self, input: Tensor | PackedSequence, hx: Tensor | None = None, resets: Tensor | None = None
+        self,
+        input: Tensor | PackedSequence,
+        hx: Tensor | None = None,
+        resets: Tensor | None = None,
+        *,
+        output: str = "sequence",
+        chunk_loss: ChunkLoss | None = None,
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Run the layers.
 
@@ -262,6 +324,8 @@ class GRU(_Recurrent, nn.GRU):
             input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
             hx: Initial state h0 [num_layers * directions, B, H] (without B for one sequence); zeros if not given.
             resets: As for `fusedrnn.LSTM`.
+            output: As for `fusedrnn.LSTM`.
+            chunk_loss: As for `fusedrnn.LSTM`.
 
         Returns:
             The output, shaped as the input with features [directions * H], and the final state h_n, shaped as `hx`.
@@ -271,5 +335,5 @@ class GRU(_Recurrent, nn.GRU):
             ValueError: If shapes, dtypes or devices do not agree.
             RuntimeError: If no backend can run the call; the message has every backend's reasons.
         """
-        y, (h,) = self._run(input, None if hx is None else (hx,), resets)
+        y, (h,) = self._run(input, None if hx is None else (hx,), resets, output, chunk_loss)
         return y, h

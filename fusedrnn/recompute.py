@@ -1,15 +1,13 @@
 """Running a loop chunk by chunk, twice: of the first time only the states at the borders are kept."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 
+from fusedrnn.replay import Surroundings, as_leaf, differentiable, now, reached, unhooked
 from fusedrnn.stepping import Loop
 
 
@@ -34,41 +32,6 @@ def recompute(loop: Loop, cell: Any, xs: list[Tensor], state: list[Tensor]) -> l
     return list(_Recompute.apply(loop, *xs, *state, *captured.values()))
 
 
-class _Surroundings:
-    """What a cell's results depend on beyond its arguments: random numbers, autocast, default device."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.type, self.device = x.device.type, torch.get_default_device()
-        self.rng = torch.get_rng_state(), *get_device_states(x)
-        self.autocast: dict[str, Any] | None = None
-        if torch.amp.is_autocast_available(self.type):
-            self.autocast = {
-                "dtype": torch.get_autocast_dtype(self.type),
-                "enabled": torch.is_autocast_enabled(self.type),
-                "cache_enabled": torch.is_autocast_cache_enabled(),
-            }
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Run what is inside as it would have run then, recorded by autograd; nothing of this remains afterwards."""
-        host, devices, states = self.rng
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices, device_type=self.type))
-            stack.enter_context(torch.enable_grad())
-            if self.autocast is not None:
-                stack.enter_context(torch.autocast(self.type, **self.autocast))
-            if self.device != torch.get_default_device():
-                stack.enter_context(self.device)
-            torch.set_rng_state(host)
-            set_device_states(devices, states, device_type=self.type)
-            # A cast remembered from elsewhere would hide which tensor it is a copy of.
-            torch.clear_autocast_cache()
-            try:
-                yield
-            finally:
-                torch.clear_autocast_cache()
-
-
 def _captured(loop: Loop, xs: list[Tensor], state: list[Tensor]) -> dict[int, Tensor] | None:
     """Run the first step once, and find the leaves with gradients that the cell takes besides its arguments.
 
@@ -76,53 +39,14 @@ def _captured(loop: Loop, xs: list[Tensor], state: list[Tensor]) -> dict[int, Te
         The leaves by id, or None if the cell takes a tensor that has a history of its own.
     """
     first = loop.chunks[0]._replace(last=1)
-    inputs = [_leaf(tensor) for tensor in (*(x[:1] for x in loop.pieces(xs)[0]), *state)]
-    # Hooks around this one, the caller's, are not to see what is dropped right away.
-    with _Surroundings(xs[0]).again(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        start = _now()
+    inputs = [as_leaf(tensor) for tensor in (*(x[:1] for x in loop.pieces(xs)[0]), *state)]
+    with Surroundings(xs[0]).again(), unhooked():
+        start = now()
         columns, after = loop.run(first, *inputs)
-    leaves, history = _reached([*(column[0] for column in columns), *after], start)
+    leaves, history = reached([*(column[0] for column in columns), *after], start)
     for tensor in inputs:
         leaves.pop(id(tensor), None)
     return None if history else leaves
-
-
-def _leaf(tensor: Tensor, needed: bool = True) -> Tensor:
-    """Return the tensor without its history, as one whose gradient is wanted if it is needed and can exist."""
-    return tensor.detach().requires_grad_(needed and _differentiable(tensor))
-
-
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _now() -> int:
-    """Return the number that autograd, which counts the operations of a thread, gave to the last one."""
-    node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
-    assert node is not None
-    return node._sequence_nr()
-
-
-def _reached(tensors: list[Tensor], start: int) -> tuple[dict[int, Tensor], bool]:
-    """Return the leaves (by id) on which tensors depend, and whether operations numbered `start` or less are among it.
-
-    Nothing before those operations is visited.
-    """
-    leaves = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None}
-    seen = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    todo, history = list(seen), False
-    while todo:
-        node = todo.pop()
-        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
-            leaves[id(node.variable)] = node.variable
-        elif node._sequence_nr() <= start:
-            history = True
-        else:
-            for other, _ in node.next_functions:
-                if other is not None and other not in seen:
-                    seen.add(other)
-                    todo.append(other)
-    return leaves, history
 
 
 class _Saved(torch.autograd.Function):
@@ -155,7 +79,7 @@ class _Recompute(torch.autograd.Function):
 
         def at_border(state: list[Tensor]) -> None:
             ctx.borders.append(_save(state))
-            ctx.surroundings.append(_Surroundings(xs[0]))
+            ctx.surroundings.append(Surroundings(xs[0]))
 
         results = loop.unrecorded(xs, state, at_border)
         # Casts that autocast remembers from here have no history.
@@ -166,7 +90,7 @@ class _Recompute(torch.autograd.Function):
         ctx.loop = loop
         # Neither views, which could not be changed in place, nor what the cell was given.
         results[len(results) - n_state :] = [final.clone() for final in results[len(results) - n_state :]]
-        ctx.mark_non_differentiable(*(result for result in results if not _differentiable(result)))
+        ctx.mark_non_differentiable(*(result for result in results if not differentiable(result)))
         ctx.set_materialize_grads(False)
         return tuple(results)
 
@@ -197,10 +121,10 @@ class _Recompute(torch.autograd.Function):
             douts = [None if dy is None or not loop.T else dy[chunk.first : chunk.last] for dy in dys]
             if all(d is None for d in (*douts, *dstate)):
                 continue
-            piece = [_leaf(x, dx is not None) for x, dx in zip(pieces[k], dxs, strict=True)]
-            before = [_leaf(s) for s in ctx.borders[k].saved_tensors]
+            piece = [as_leaf(x, dx is not None) for x, dx in zip(pieces[k], dxs, strict=True)]
+            before = [as_leaf(s) for s in ctx.borders[k].saved_tensors]
             with ctx.surroundings[k].again():
-                start = _now()
+                start = now()
                 columns, after = loop.run(chunk, *piece, *before)
                 results = [*(loop.stack(chunk, column) for column in columns), *after]
             _check_reached(results, start, [*piece, *before, *captured])
@@ -228,7 +152,7 @@ class _Recompute(torch.autograd.Function):
 
 def _check_reached(results: list[Tensor], start: int, known: list[Tensor]) -> None:
     """Raise RuntimeError if results depend on tensors with gradients that are not `known`."""
-    leaves, history = _reached(results, start)
+    leaves, history = reached(results, start)
     for tensor in known:
         leaves.pop(id(tensor), None)
     if history or leaves:

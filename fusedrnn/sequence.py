@@ -57,17 +57,24 @@ class Plan:
         backend: Who computes it.
         chunk: Timesteps per chunk.
         stack: Takes the chunks' buffers; None where nothing is saved.
+        sums: For each of `weights`, a sum of gradients that is to be added to, of which then none is returned, or None.
     """
 
     tasks: tuple[Task, ...]
     backend: Backend
     chunk: int
     stack: Stack | None = None
+    sums: tuple[Tensor | None, ...] | None = None
 
     @property
     def layout(self) -> SequenceLayout:
         """Where the rows lie."""
         return self.tasks[0].layout
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights that are there."""
+        return [weight for task in self.tasks for layer in task.layers for weight in layer if weight is not None]
 
     def chunks(self) -> Iterator[tuple[int, Chunk]]:
         """Yield the chunks in processing order, each with the number of its task."""
@@ -177,9 +184,8 @@ def _recorded(plan: Plan, backend: RecordingBackend, x: Tensor, states: States) 
 
 def _flatten(plan: Plan) -> tuple[list[Tensor], list[list[bool]]]:
     """Return the weights that are there, and which those are."""
-    layers = [weights for task in plan.tasks for weights in task.layers]
-    present = [[weight is not None for weight in weights] for weights in layers]
-    return [weight for weights in layers for weight in weights if weight is not None], present
+    present = [[weight is not None for weight in layer] for task in plan.tasks for layer in task.layers]
+    return plan.weights, present
 
 
 def _unflatten(flat: list[Any], present: list[list[bool]]) -> list[list[Any]]:
@@ -298,14 +304,15 @@ def backward_pass(
         keep: Whether what is saved must stay as it is.
 
     Returns:
-        The gradients of the initial states, and those of the weights, None where not needed.
+        The gradients of the initial states, and those of the weights, None where not needed or added to `plan.sums`.
     """
     assert isinstance(plan.backend, ChunkedBackend)
     dtype, layout = states[0].dtype, plan.layout
     flat, present = _flatten(plan)
+    running = plan.sums or (None,) * len(flat)
     sums = [
-        torch.zeros_like(weight, dtype=state_dtype(dtype)) if needed else None
-        for weight, needed in zip(flat, needs, strict=True)
+        (torch.zeros_like(weight, dtype=state_dtype(dtype)) if total is None else total) if needed else None
+        for weight, total, needed in zip(flat, running, needs, strict=True)
     ]
     layers, depth = _unflatten(sums, present), len(present) // len(plan.tasks)
     dstates: States = tuple(
@@ -341,7 +348,9 @@ def backward_pass(
             if not keep:
                 handle.release()
     dstates = after[0] if len(after) == 1 else tuple(map(torch.cat, zip(*after, strict=True)))
-    return dstates, [None if total is None else total.to(dtype) for total in sums]
+    return dstates, [
+        None if total is None or total is known else total.to(dtype) for total, known in zip(sums, running, strict=True)
+    ]
 
 
 def _take(layout: SequenceLayout, tensor: Tensor | None, chunk: Chunk) -> Tensor | None:

@@ -1,0 +1,136 @@
+"""A sequence that no device holds: input from a memory-mapped file, a loss per chunk, and the peak of memory.
+
+Beside it stand the same layer at a short length, whose time per step must be the same, and torch.nn.LSTM at that
+length, whose need at the full length is its measured one by proportion.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedrnn
+from fusedrnn.bench._measure import OURS, TORCH, in_process, peak_bytes, synchronize, times
+from fusedrnn.bench._report import mib, progress, row, table
+
+CLASSES = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    parser.add_argument("--lengths", type=int, nargs="+", default=[10_000, 1_000_000], help="timesteps, shortest first")
+    parser.add_argument("--batch", type=int, default=4, help="batch size (default: %(default)s)")
+    parser.add_argument("--inputs", type=int, default=32, help="width of the input (default: %(default)s)")
+    parser.add_argument("--units", type=int, default=128, help="hidden units (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=1, help="layers (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="passes timed of short lengths (default: %(default)s)")
+    parser.add_argument("--dir", default=None, help="folder of the file that is mapped (default: the temp folder)")
+    parser.add_argument("--spill-dir", default=None, help="let what is kept between segments go to files there")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the command and return its rows."""
+    rows: list[dict[str, Any]] = []
+    lines = []
+    sizes = (args.batch, args.inputs, args.units, args.layers)
+    shortest = min(args.lengths)
+    jobs = [(TORCH, shortest), *((OURS, T) for T in sorted(args.lengths))]
+    per_step: dict[str, float] = {}
+    with progress(args.quiet) as bar, tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        task = bar.add_task("stream", total=len(jobs))
+        for kernel, T in jobs:
+            bar.update(task, description=f"{kernel}, {T:,} steps")
+            # The long pass warms itself up in its first steps.
+            repeats = args.repeats if 10 * shortest >= T else 1
+            seconds, peak = in_process(_measure, kernel, T, sizes, repeats, folder, args.spill_dir, args.device)
+            shape = f"T={T} B={args.batch} I={args.inputs} H={args.units} L={args.layers} float32"
+            mode = "whole" if kernel == TORCH else "stream"
+            rows.append(row(kernel, mode, "seconds", shape, seconds, args.device))
+            rows.append(row(kernel, mode, "peak_bytes", shape, [peak], args.device))
+            step = 1e6 * median(seconds) / T
+            ratio = step / per_step.setdefault(kernel, step)
+            lines.append((kernel, f"{T:,}", f"{median(seconds):.2f}", f"{step:.1f}", f"{ratio:.2f}", mib(peak)))
+            if kernel == TORCH:
+                need = peak * max(args.lengths) / T
+            bar.advance(task)
+    lines.insert(1, (TORCH, f"{max(args.lengths):,}", "", "", "", f"{mib(need)} by proportion"))
+    table(
+        "One pass forward and backward with a loss per chunk, input from a memory-mapped file",
+        ("", "steps", "seconds", "us/step", "of the first", "peak"),
+        lines,
+        caption="median of the passes; memory above the start; each row in a process of its own",
+    )
+    return rows
+
+
+def _measure(
+    kernel: str,
+    T: int,
+    sizes: tuple[int, int, int, int],
+    repeats: int,
+    folder: str,
+    spill_dir: str | None,
+    device: str,
+) -> tuple[list[float], int]:
+    """Return the seconds of each pass and the peak bytes of the first."""
+    _step(kernel, 64, sizes, folder, spill_dir, device)()
+    step = _step(kernel, T, sizes, folder, spill_dir, device)
+    found: list[float] = []
+
+    def timed() -> None:
+        found.extend(times({"": step}, 1, lambda: synchronize(device), warm_up=0)[""])
+
+    peak = peak_bytes(timed, device)
+    for _ in range(repeats - 1):
+        timed()
+    return found, peak
+
+
+def _step(
+    kernel: str, T: int, sizes: tuple[int, int, int, int], folder: str, spill_dir: str | None, device: str
+) -> Callable[[], None]:
+    """Return a function that runs one pass over data of a file."""
+    import numpy as np
+
+    B, I, H, layers = sizes
+    torch.manual_seed(0)
+    path = Path(folder) / f"{T}.dat"
+    if not path.exists():
+        mapped = np.memmap(path, np.float32, "w+", shape=(T, B, I))
+        for first in range(0, T, 10_000):
+            block = mapped[first : first + 10_000]
+            block[:] = torch.randn(block.shape).numpy()
+        mapped.flush()
+        del mapped, block
+        _forget(path)
+    data = np.memmap(path, np.float32, "r", shape=(T, B, I))
+    head = nn.Linear(H, CLASSES).to(device)
+
+    def loss(y: Tensor, steps: slice) -> Tensor:
+        labels = torch.arange(steps.start, steps.stop, device=y.device) % CLASSES
+        return F.cross_entropy(head(y).flatten(0, 1), labels.repeat_interleave(y.shape[1]), reduction="sum") / T
+
+    if kernel == TORCH:
+        reference = nn.LSTM(I, H, layers).to(device)
+        return lambda: loss(reference(torch.from_numpy(data.copy()).to(device))[0], slice(0, T)).backward()
+    config: Any = {"spill_dir": spill_dir} if spill_dir else {}
+    ours = fusedrnn.LSTM(I, H, layers, offload=fusedrnn.OffloadConfig(**config) if config else False).to(device)
+
+    def step() -> None:
+        ours(data, chunk_loss=loss)[0].backward()
+
+    return step
+
+
+def _forget(path: Path) -> None:
+    """Let the system drop a file's pages, so that reading it means reading the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

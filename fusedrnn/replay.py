@@ -1,0 +1,101 @@
+"""Running something again as it ran: its surroundings, and which tensors with gradients it takes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+
+class Surroundings:
+    """What results depend on beyond the arguments: random numbers, autocast, default device.
+
+    Args:
+        x: A tensor of the device on which is computed.
+        before: Those of the run before, whose state of the random numbers is shared if none was drawn since.
+    """
+
+    def __init__(self, x: Tensor, before: Self | None = None) -> None:
+        self.type, self.device = x.device.type, torch.get_default_device()
+        self.rng = torch.get_rng_state(), *get_device_states(x)
+        if before is not None and _equal(self.rng, before.rng):
+            self.rng = before.rng
+        self.autocast: dict[str, Any] | None = None
+        if torch.amp.is_autocast_available(self.type):
+            self.autocast = {
+                "dtype": torch.get_autocast_dtype(self.type),
+                "enabled": torch.is_autocast_enabled(self.type),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run what is inside as it would have run then, recorded by autograd; nothing of this remains afterwards."""
+        host, devices, states = self.rng
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices, device_type=self.type))
+            stack.enter_context(torch.enable_grad())
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(self.type, **self.autocast))
+            if self.device != torch.get_default_device():
+                stack.enter_context(self.device)
+            torch.set_rng_state(host)
+            set_device_states(devices, states, device_type=self.type)
+            # A cast remembered from elsewhere would hide which tensor it is a copy of.
+            torch.clear_autocast_cache()
+            try:
+                yield
+            finally:
+                torch.clear_autocast_cache()
+
+
+def unhooked() -> saved_tensors_hooks:
+    """Return a context whose saved tensors the caller's hooks do not see, since they are dropped right away."""
+    # An output that was saved as it is would refer to itself, and live until garbage is collected.
+    return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+
+
+def _equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return torch.equal(a[0], b[0]) and a[1] == b[1] and all(map(torch.equal, a[2], b[2]))
+
+
+def as_leaf(tensor: Tensor, needed: bool = True) -> Tensor:
+    """Return the tensor without its history, as one whose gradient is wanted if it is needed and can exist."""
+    return tensor.detach().requires_grad_(needed and differentiable(tensor))
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Return whether a tensor of this dtype can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def now() -> int:
+    """Return the number that autograd, which counts the operations of a thread, gave to the last one."""
+    node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
+    assert node is not None
+    return node._sequence_nr()
+
+
+def reached(tensors: list[Tensor], start: int) -> tuple[dict[int, Tensor], bool]:
+    """Return the leaves (by id) on which tensors depend, and whether operations numbered `start` or less are among it.
+
+    Nothing before those operations is visited.
+    """
+    leaves = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None}
+    seen = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    todo, history = list(seen), False
+    while todo:
+        node = todo.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+            leaves[id(node.variable)] = node.variable
+        elif node._sequence_nr() <= start:
+            history = True
+        else:
+            for other, _ in node.next_functions:
+                if other is not None and other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+    return leaves, history

@@ -1,0 +1,425 @@
+"""Layers over a sequence segment by segment: forward keeps the states between segments, backward runs each again.
+
+Of a segment nothing outlives its turn: input, gates, output and whatever the loss makes of it exist for one segment.
+The backward pass takes the segments from the last to the first, computes each again from the states before it, recorded
+by autograd, and differentiates it at once. (Chen et al. 2016, "Training deep nets with sublinear memory cost".)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedrnn.backends import Choice
+from fusedrnn.cells import CellSpec, States, Weights, state_dtype
+from fusedrnn.functional import Options, initial_states, run_layers
+from fusedrnn.layout import SequenceLayout
+from fusedrnn.offload import OffloadHooks
+from fusedrnn.offload.resident import ResidentStack
+from fusedrnn.replay import Surroundings, as_leaf, now, reached, unhooked
+from fusedrnn.streaming.sources import Source
+from fusedrnn.streaming.transfer import Departures, arrivals
+
+OUTPUTS = ("sequence", "last", "host")
+ChunkLoss = Callable[[Tensor, slice], Tensor]
+
+_SEGMENT_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+"""Bytes of gates and cells of one segment: on the CPU they stay near the cache, on a GPU launches must pay."""
+_LEAST_STEPS = 32
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What is computed over the segments.
+
+    Args:
+        cell: What each layer computes.
+        layers: Weights, layer by layer, of one direction.
+        options: How to run.
+        dropout: Probability of dropout between layers; 0 when evaluating.
+        resets: bool [T, B], true where the states start anew before a step, or None.
+        output: What becomes of the output: one of `OUTPUTS`.
+        loss: Takes the output of a segment, in the user's layout, and the timesteps it is of; None without.
+        arrange: Turns an output [n, B, P] into the user's layout.
+    """
+
+    cell: CellSpec
+    layers: Sequence[Weights]
+    options: Options
+    dropout: float
+    resets: Tensor | None
+    output: str
+    loss: ChunkLoss | None
+    arrange: Callable[[Tensor], Tensor]
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """The weights that are there."""
+        return [weight for weights in self.layers for weight in weights if weight is not None]
+
+    def with_weights(self, flat: Sequence[Tensor]) -> "Streamed":
+        """Return the same for other weights."""
+        items = iter(flat)
+        layers = [
+            Weights(*(None if weight is None else next(items) for weight in weights))  # type: ignore[arg-type]
+            for weights in self.layers
+        ]
+        return replace(self, layers=layers)
+
+    def run(self, x: Tensor, states: States, at: slice, sums: dict[int, Tensor]) -> tuple[Tensor, States, Any]:
+        """Run the layers over one segment x [n, B, I]; `sums` as in `run_layers`."""
+        return run_layers(
+            self.cell,
+            x,
+            states,
+            self.layers,
+            SequenceLayout(x.shape[0], x.shape[1]),
+            self.options,
+            dropout=self.dropout,
+            resets=None if self.resets is None else self.resets[at],
+            sums=sums,
+        )
+
+    def loss_of(self, y: Tensor, at: slice) -> Tensor:
+        """Return the loss of one segment."""
+        assert self.loss is not None
+        value = self.loss(self.arrange(y), at)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"`chunk_loss` must return a tensor with one number, got {got}: sum or average it")
+        return value.reshape(())
+
+
+class _Record(NamedTuple):
+    """Tensors that wait in one slot of the stack."""
+
+    handle: Any
+    like: list[tuple[torch.Size, torch.dtype]]
+
+    def get(self) -> list[Tensor]:
+        parts = self.handle.get().split([_size(shape, dtype) for shape, dtype in self.like])
+        return [
+            part[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for part, (shape, dtype) in zip(parts, self.like, strict=True)
+        ]
+
+
+def _size(shape: torch.Size, dtype: torch.dtype) -> int:
+    return -(-shape.numel() * dtype.itemsize // 256) * 256
+
+
+def _record(stack: Any, tensors: Sequence[Tensor]) -> _Record:
+    like = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    slot = stack.reserve(sum(_size(*found) for found in like))
+    start = 0
+    for tensor in tensors:
+        slot.buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start += _size(tensor.shape, tensor.dtype)
+    return _Record(stack.push(slot), like)
+
+
+@dataclass
+class _Segment:
+    """A segment that was run: its timesteps, what surrounded it, and what it started from."""
+
+    at: slice
+    surroundings: Surroundings
+    record: _Record
+
+
+class _Result:
+    """What becomes of the outputs: rows of a tensor, its last row, or a sum of losses."""
+
+    def __init__(self, streamed: Streamed, steps: int | None, device: torch.device):
+        self._output, self._steps = streamed.output, steps
+        self._device = torch.device("cpu") if streamed.output == "host" else device
+        self._departures = Departures(device)
+        self._parts: list[Tensor] = []
+
+    def put(self, at: slice, y: Tensor) -> None:
+        """Take the output [n, B, P] of a segment."""
+        if self._output == "last":
+            self._parts = [y[-1].clone()] if len(y) else []
+            return
+        if self._steps is None:
+            self._parts.append(torch.empty(y.shape, dtype=y.dtype, device=self._device))
+            rows = self._parts[-1]
+        else:
+            if not self._parts:
+                self._parts.append(torch.empty(self._steps, *y.shape[1:], dtype=y.dtype, device=self._device))
+            rows = self._parts[0][at]
+        self._departures.put(rows, y)
+
+    def add(self, value: Tensor) -> None:
+        """Take the loss of a segment."""
+        wide = value.to(state_dtype(value.dtype))
+        self._parts = [self._parts[0] + wide if self._parts else wide]
+
+    def close(self) -> None:
+        """Wait until everything has arrived."""
+        self._departures.close()
+
+    def value(self) -> Tensor:
+        """Return the result."""
+        if not self._parts:
+            raise ValueError('`input` must have at least one timestep with output="last", got none')
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+
+
+@dataclass
+class _Gradients:
+    """The gradients summed so far, while segments are run backwards.
+
+    Args:
+        x: That of the input, shaped as it, None where it needs none.
+        states: Of the states before the segment that was run last.
+        weights: Sums in `state_dtype`, None where not needed.
+        leaves: Of the leaves of the loss.
+    """
+
+    x: Tensor | None
+    states: list[Tensor | None]
+    weights: list[Tensor | None]
+    leaves: list[Tensor | None]
+
+
+@dataclass
+class _Pass:
+    """A forward pass, and what its backward pass needs."""
+
+    streamed: Streamed
+    source: Source
+    stack: Any
+    device: torch.device
+    recorded: bool
+    initial: States = ()
+    segments: list[_Segment] = field(default_factory=list)
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def held(self) -> bool:
+        """Whether the input is a tensor on the device already."""
+        return self.source.tensor is not None and self.source.tensor.device == self.device
+
+    def forward(self, start: Callable[[Tensor], States | None]) -> tuple[Tensor, States, Choice]:
+        """Run all segments; return the result, the final states, and who ran the last segment."""
+        streamed, stop, choice = self.streamed, 0, None
+        states: States = ()
+        result = _Result(streamed, self.source.steps, self.device)
+        pieces = arrivals(self.source.reads(), self.device, self.held)
+        with torch.no_grad(), unhooked():
+            with closing(pieces), closing(result):
+                for x in pieces:
+                    at = slice(stop, stop + len(x))
+                    if choice is None:
+                        with torch.set_grad_enabled(self.recorded):
+                            states = self.initial = initial_states(
+                                streamed.cell, streamed.flat[0], start(x), streamed.layers, x.shape[1]
+                            )
+                    if self.recorded:
+                        self._remember(at, x, states)
+                    y, states, choice = streamed.run(x, states, at, {})
+                    if streamed.loss is None:
+                        result.put(at, y)
+                    else:
+                        result.add(self._loss(y, at))
+                    stop = at.stop
+            # Casts that autocast remembers from here have no history.
+            torch.clear_autocast_cache()
+        if choice is None:
+            raise ValueError("`input` must yield at least one chunk, got none")
+        return result.value(), states, choice
+
+    def _remember(self, at: slice, x: Tensor, states: States) -> None:
+        surroundings = Surroundings(x, self.segments[-1].surroundings if self.segments else None)
+        kept = [*states] if self.source.again else [*states, x]
+        self.segments.append(_Segment(at, surroundings, _record(self.stack, kept)))
+
+    def _loss(self, y: Tensor, at: slice) -> Tensor:
+        """Return the loss of a segment; note the leaves that it takes besides the output."""
+        if not self.recorded:
+            return self.streamed.loss_of(y, at)
+        with torch.enable_grad():
+            start = now()
+            value = self.streamed.loss_of(y, at)
+            leaves, history = reached([value], start)
+        if history:
+            raise ValueError(
+                "`chunk_loss` must compute from its arguments and from parameters, got a tensor that another "
+                "computation recorded by autograd made: compute it inside `chunk_loss`, or detach it"
+            )
+        self.leaves.update(leaves)
+        return value.detach()
+
+    def backward(self, flat: list[Tensor], dresult: Tensor | None, gradients: _Gradients, keep: bool) -> None:
+        """Run the segments again, from the last to the first, and add up the gradients of each."""
+        ats = [segment.at for segment in self.segments]
+        xs = self._inputs_again(ats)
+        dys = self._output_gradients(ats, dresult)
+        departures = Departures(self.device)
+        with closing(xs), closing(dys), closing(departures):
+            for segment, x, dy in zip(reversed(self.segments), xs, dys, strict=True):
+                self._back(segment, x, dy, flat, gradients, departures)
+                if not keep:
+                    segment.record.handle.release()
+
+    def _back(
+        self,
+        segment: _Segment,
+        x: Tensor | None,
+        dy: Tensor | None,
+        flat: list[Tensor],
+        gradients: _Gradients,
+        departures: Departures,
+    ) -> None:
+        """Run one segment again and differentiate it."""
+        at, n = segment.at, len(gradients.states)
+        kept = segment.record.get()
+        x = as_leaf(kept[n] if x is None else x, gradients.x is not None)
+        before = [as_leaf(state) for state in kept[:n]]
+        weights = [as_leaf(w, total is not None) for w, total in zip(flat, gradients.weights, strict=True)]
+        sums = {id(w): total for w, total in zip(weights, gradients.weights, strict=True) if total is not None}
+        with segment.surroundings.again():
+            y, after, _ = self.streamed.with_weights(weights).run(x, tuple(before), at, sums)
+            out = self._out(y, at)
+        leaves = list(self.leaves.values())
+        # The sums so far come first, as if all segments were in one graph: the order decides the rounding.
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in zip((*leaves, out, *after), (*gradients.leaves, dy, *gradients.states), strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        wanted = [tensor for tensor in (x, *before, *weights, *leaves) if tensor.requires_grad]
+        found: dict[int, Tensor | None] = {}
+        if pairs and wanted:
+            outputs, given = zip(*pairs, strict=True)
+            found = dict(
+                zip(map(id, wanted), torch.autograd.grad(outputs, wanted, given, allow_unused=True), strict=True)
+            )
+        gradients.states = [found.get(id(state)) for state in before]
+        gradients.leaves = [found.get(id(leaf)) for leaf in leaves]
+        for weight, total in zip(weights, gradients.weights, strict=True):
+            if total is not None and (gradient := found.get(id(weight))) is not None:
+                total.add_(gradient)
+        if gradients.x is not None:
+            dx = found.get(id(x))
+            departures.put(self.source.rows(gradients.x, at), torch.zeros_like(x) if dx is None else dx)
+
+    def _out(self, y: Tensor, at: slice) -> Tensor:
+        """Return what the gradient of the result is the gradient of."""
+        if self.streamed.loss is not None:
+            return self.streamed.loss_of(y, at)
+        return y[-1] if self.streamed.output == "last" and len(y) else y
+
+    def _inputs_again(self, ats: list[slice]) -> Iterator[Tensor | None]:
+        if not self.source.again:
+            return (None for _ in ats)
+        return arrivals(self.source.reads_again(ats), self.device, self.held)
+
+    def _output_gradients(self, ats: list[slice], dresult: Tensor | None) -> Iterator[Tensor | None]:
+        """Yield the gradient of each segment's part of the result, the last segment's first."""
+        if dresult is None or self.streamed.loss is not None:
+            return (dresult for _ in ats)
+        if self.streamed.output == "last":
+            return (dresult if at == ats[-1] else None for at in reversed(ats))
+        reads = ((lambda at=at: dresult[at]) for at in reversed(ats))
+        return arrivals(reads, self.device, dresult.device == self.device)
+
+
+class _Streamed(torch.autograd.Function):
+    """Ties a pass that has been run to its inputs: the pass, its results, the input, then states, weights, leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Pass, results: list[Tensor], n: int, x: Tensor | None, *tensors: Tensor) -> Any:
+        counts = n, len(run.streamed.flat)
+        ctx.save_for_backward(*tensors[: sum(counts)], *run.stack.take())
+        # The pass holds no weights: autograd does, and the leaves are those that the loss holds.
+        ctx.run, ctx.counts = replace(run, streamed=replace(run.streamed, layers=_without(run.streamed.layers))), counts
+        ctx.versions = [(tensor, tensor._version) for tensor in (*run.leaves.values(), *([] if x is None else [x]))]
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, dresult: Tensor | None, *dfinals: Tensor | None) -> Any:
+        saved = list(ctx.saved_tensors)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a streamed sequence has first derivatives only, got a backward pass with `create_graph=True`: give "
+                'the input whole, with output="sequence" and no `chunk_loss`'
+            )
+        for tensor, version in ctx.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} must stay as it was until the backward pass of a "
+                    f"streamed sequence, which reads it again, got version {tensor._version} after {version}: it was "
+                    "modified by an inplace operation"
+                )
+        run: _Pass = ctx.run
+        n, n_flat = ctx.counts
+        flat = saved[n : n + n_flat]
+        needs_x, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
+        gradients = _Gradients(
+            torch.empty_like(run.source.tensor) if needs_x and run.source.tensor is not None else None,
+            list(dfinals),
+            [
+                torch.zeros_like(weight, dtype=state_dtype(weight.dtype)) if needed else None
+                for weight, needed in zip(flat, needs[n : n + n_flat], strict=True)
+            ],
+            [None] * len(run.leaves),
+        )
+        run.stack.give(saved[n + n_flat :])
+        try:
+            run.backward(flat, dresult, gradients, torch._C._autograd._get_current_graph_task_keep_graph())
+        finally:
+            run.stack.take()
+        dweights = [
+            None if total is None else total.to(weight.dtype)
+            for total, weight in zip(gradients.weights, flat, strict=True)
+        ]
+        return None, None, None, gradients.x, *gradients.states, *dweights, *gradients.leaves
+
+
+def _without(layers: Sequence[Weights]) -> list[Weights]:
+    """Return layers that only say which weights there are."""
+    mark = torch.empty(0)
+    return [Weights(*(None if w is None else mark for w in weights)) for weights in layers]  # type: ignore[arg-type]
+
+
+def stream(
+    streamed: Streamed, source: Source, start: Callable[[Tensor], States | None], offload: OffloadHooks | None
+) -> tuple[Tensor, States, Choice, int]:
+    """Run layers over a source, segment by segment.
+
+    Args:
+        streamed: What is computed.
+        source: The input.
+        start: Returns the initial states, each [layers, B, width], or None for zeros; it is shown the first segment.
+        offload: Who keeps the states between segments, and input that cannot be read again; None for autograd.
+
+    Returns:
+        The result (the output [T, B, P], its last row [B, P], or the loss), the final states, who ran it, and the
+        number of segments that are kept for a backward pass.
+    """
+    flat = streamed.flat
+    device = flat[0].device
+    stack = ResidentStack(device) if offload is None else offload.stack(device)
+    run = _Pass(streamed, source, stack, device, torch.is_grad_enabled())
+    result, finals, choice = run.forward(start)
+    inputs = [source.tensor, *run.initial, *flat, *run.leaves.values()]
+    if run.recorded and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        result, *after = _Streamed.apply(run, [result, *finals], len(run.initial), *inputs)
+        finals = tuple(after)
+    return result, tuple(final.to(finals[0].dtype) for final in finals), choice, len(run.segments)
+
+
+def segment_steps(cell: CellSpec, options: Options, layers: Sequence[Weights], batch: int, x: torch.dtype) -> int:
+    """Return how many timesteps a segment has: a chunk, where the user says how long that is, else by bytes."""
+    if isinstance(options.chunk, int):
+        return options.chunk
+    H, device = layers[0].hidden_size, layers[0].weight_ih.device.type
+    step = len(layers) * max(1, batch) * H * cell.saved_bytes(cell.modes[0], x)
+    steps = max(_LEAST_STEPS, _SEGMENT_BYTES.get(device, _SEGMENT_BYTES["cuda"]) // step)
+    return 1 << (steps.bit_length() - 1)
