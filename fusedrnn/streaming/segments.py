@@ -5,10 +5,10 @@ The backward pass takes the segments from the last to the first, computes each a
 by autograd, and differentiates it at once. (Chen et al. 2016, "Training deep nets with sublinear memory cost".)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadHooks
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.replay import Surroundings, as_leaf, now, reached, unhooked
+from fusedrnn.streaming.results import Record, Result, record_in
 from fusedrnn.streaming.sources import Source
 from fusedrnn.streaming.transfer import Departures, arrivals
 
@@ -93,80 +94,13 @@ class Streamed:
         return value.reshape(())
 
 
-class _Record(NamedTuple):
-    """Tensors that wait in one slot of the stack."""
-
-    handle: Any
-    like: list[tuple[torch.Size, torch.dtype]]
-
-    def get(self) -> list[Tensor]:
-        parts = self.handle.get().split([_size(shape, dtype) for shape, dtype in self.like])
-        return [
-            part[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for part, (shape, dtype) in zip(parts, self.like, strict=True)
-        ]
-
-
-def _size(shape: torch.Size, dtype: torch.dtype) -> int:
-    return -(-shape.numel() * dtype.itemsize // 256) * 256
-
-
-def _record(stack: Any, tensors: Sequence[Tensor]) -> _Record:
-    like = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    slot = stack.reserve(sum(_size(*found) for found in like))
-    start = 0
-    for tensor in tensors:
-        slot.buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start += _size(tensor.shape, tensor.dtype)
-    return _Record(stack.push(slot), like)
-
-
 @dataclass
 class _Segment:
     """A segment that was run: its timesteps, what surrounded it, and what it started from."""
 
     at: slice
     surroundings: Surroundings
-    record: _Record
-
-
-class _Result:
-    """What becomes of the outputs: rows of a tensor, its last row, or a sum of losses."""
-
-    def __init__(self, streamed: Streamed, steps: int | None, device: torch.device):
-        self._output, self._steps = streamed.output, steps
-        self._device = torch.device("cpu") if streamed.output == "host" else device
-        self._departures = Departures(device)
-        self._parts: list[Tensor] = []
-
-    def put(self, at: slice, y: Tensor) -> None:
-        """Take the output [n, B, P] of a segment."""
-        if self._output == "last":
-            self._parts = [y[-1].clone()] if len(y) else []
-            return
-        if self._steps is None:
-            self._parts.append(torch.empty(y.shape, dtype=y.dtype, device=self._device))
-            rows = self._parts[-1]
-        else:
-            if not self._parts:
-                self._parts.append(torch.empty(self._steps, *y.shape[1:], dtype=y.dtype, device=self._device))
-            rows = self._parts[0][at]
-        self._departures.put(rows, y)
-
-    def add(self, value: Tensor) -> None:
-        """Take the loss of a segment."""
-        wide = value.to(state_dtype(value.dtype))
-        self._parts = [self._parts[0] + wide if self._parts else wide]
-
-    def close(self) -> None:
-        """Wait until everything has arrived."""
-        self._departures.close()
-
-    def value(self) -> Tensor:
-        """Return the result."""
-        if not self._parts:
-            raise ValueError('`input` must have at least one timestep with output="last", got none')
-        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+    record: Record
 
 
 @dataclass
@@ -208,7 +142,7 @@ class _Pass:
         """Run all segments; return the result, the final states, and who ran the last segment."""
         streamed, stop, choice = self.streamed, 0, None
         states: States = ()
-        result = _Result(streamed, self.source.steps, self.device)
+        result = Result(streamed.output, self.source.steps, self.device)
         pieces = arrivals(self.source.reads(), self.device, self.held)
         with torch.no_grad(), unhooked():
             with closing(pieces), closing(result):
@@ -227,7 +161,7 @@ class _Pass:
                     else:
                         result.add(self._loss(y, at))
                     stop = at.stop
-            # Casts that autocast remembers from here have no history.
+            # And those from here have none that the caller could use.
             torch.clear_autocast_cache()
         if choice is None:
             raise ValueError("`input` must yield at least one chunk, got none")
@@ -236,12 +170,14 @@ class _Pass:
     def _remember(self, at: slice, x: Tensor, states: States) -> None:
         surroundings = Surroundings(x, self.segments[-1].surroundings if self.segments else None)
         kept = [*states] if self.source.again else [*states, x]
-        self.segments.append(_Segment(at, surroundings, _record(self.stack, kept)))
+        self.segments.append(_Segment(at, surroundings, record_in(self.stack, kept)))
 
     def _loss(self, y: Tensor, at: slice) -> Tensor:
         """Return the loss of a segment; note the leaves that it takes besides the output."""
         if not self.recorded:
             return self.streamed.loss_of(y, at)
+        # Casts that autocast remembers from elsewhere would count as history.
+        torch.clear_autocast_cache()
         with torch.enable_grad():
             start = now()
             value = self.streamed.loss_of(y, at)
@@ -314,12 +250,12 @@ class _Pass:
             return self.streamed.loss_of(y, at)
         return y[-1] if self.streamed.output == "last" and len(y) else y
 
-    def _inputs_again(self, ats: list[slice]) -> Iterator[Tensor | None]:
+    def _inputs_again(self, ats: list[slice]) -> Generator[Tensor | None]:
         if not self.source.again:
             return (None for _ in ats)
         return arrivals(self.source.reads_again(ats), self.device, self.held)
 
-    def _output_gradients(self, ats: list[slice], dresult: Tensor | None) -> Iterator[Tensor | None]:
+    def _output_gradients(self, ats: list[slice], dresult: Tensor | None) -> Generator[Tensor | None]:
         """Yield the gradient of each segment's part of the result, the last segment's first."""
         if dresult is None or self.streamed.loss is not None:
             return (dresult for _ in ats)

@@ -8,7 +8,7 @@ These edges keep a byte from being overwritten before it was read or read before
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -27,7 +27,7 @@ def device_of(device: torch.device) -> Device | None:
     return CudaDevice(device) if device.type == "cuda" else None
 
 
-def arrivals(reads: Iterator[Callable[[], Tensor]], device: torch.device, held: bool) -> Iterator[Tensor]:
+def arrivals(reads: Iterator[Callable[[], Tensor]], device: torch.device, held: bool) -> Generator[Tensor]:
     """Yield pieces on a device, each fetched while the one before it is in use.
 
     Args:
@@ -47,7 +47,7 @@ def arrivals(reads: Iterator[Callable[[], Tensor]], device: torch.device, held: 
                 yield from arrived
 
 
-def ahead(reads: Iterator[Callable[[], Tensor]], copier: Device | None = None) -> Iterator[Tensor]:
+def ahead(reads: Iterator[Callable[[], Tensor]], copier: Device | None = None) -> Generator[Tensor]:
     """Yield what `reads` return, called on a thread ahead of the caller; for a `copier` in pinned memory."""
 
     def read_next() -> Any:
@@ -73,11 +73,20 @@ def _pinned(piece: Tensor, copier: Device) -> Tensor:
     buffer = copier.allocate_host(piece.nbytes)
     if buffer is None:
         return piece.contiguous()
-    copied = buffer[: piece.nbytes].view(piece.dtype).view(piece.shape)
-    return copied.copy_(piece)
+    return _shaped(buffer, piece).copy_(piece)
 
 
-def to_device(pieces: Iterator[Tensor], copier: Device) -> Iterator[Tensor]:
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, uint8 [nbytes]."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _shaped(buffer: Tensor, like: Tensor) -> Tensor:
+    """Return the beginning of a buffer as a tensor like another."""
+    return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def to_device(pieces: Iterator[Tensor], copier: Device) -> Generator[Tensor]:
     """Yield copies of `pieces` on the device, the next one on its way while one is in use."""
     stream = copier.new_stream("input")
 
@@ -86,8 +95,7 @@ def to_device(pieces: Iterator[Tensor], copier: Device) -> Iterator[Tensor]:
             return None
         buffer = copier.allocate(piece.nbytes)
         copier.wait(stream, copier.record(copier.current_stream()))  # S1
-        source = piece.view(-1).view(torch.uint8)
-        copier.copy(stream, Span(buffer, 0, piece.nbytes), Span(source, 0, piece.nbytes))
+        copier.copy(stream, Span(buffer, 0, piece.nbytes), Span(_flat(piece), 0, piece.nbytes))
         return buffer, copier.record(stream), piece
 
     following = start(next(pieces, None))
@@ -96,7 +104,7 @@ def to_device(pieces: Iterator[Tensor], copier: Device) -> Iterator[Tensor]:
             (buffer, arrived, piece), following = following, None
             copier.wait(copier.current_stream(), arrived)  # S2
             following = start(next(pieces, None))
-            yield buffer.view(piece.dtype).view(piece.shape)
+            yield _shaped(buffer, piece)
     finally:
         if following is not None:
             copier.wait(copier.current_stream(), following[1])  # S3
@@ -125,13 +133,12 @@ class Departures:
             target.copy_(rows)
             return
         copier.wait(self._stream, copier.record(copier.current_stream()))  # S4
-        flat = rows.view(-1).view(torch.uint8)
-        copier.copy(self._stream, Span(staging, 0, rows.nbytes), Span(flat, 0, rows.nbytes))
+        copier.copy(self._stream, Span(staging, 0, rows.nbytes), Span(_flat(rows), 0, rows.nbytes))
         copied = copier.record(self._stream)
 
         def land() -> None:
             copier.synchronize(copied)  # S6
-            target.copy_(staging[: rows.nbytes].view(target.dtype).view(target.shape))
+            target.copy_(_shaped(staging, target))
 
         self._free_last()
         self._last = rows, copied
