@@ -18,6 +18,7 @@ COMMANDS = {
     "kernels": "registers, shared memory and floors of the Triton kernels, compiled without a GPU",
     "offload": "what offloading costs, on a simulated device and where there is one on a GPU",
     "timeline": "the streams of an offloaded pass as a picture",
+    "doctor": "what this machine has for fusedrnn, how fast it moves bytes, and what is wrong with it",
     "gpu-check": "everything that a GPU can show: correctness, then speed and memory beside peers",
 }
 
