@@ -1,9 +1,12 @@
 """`fusedrnn-bench` and `python -m fusedrnn.bench`: every benchmark is a subcommand."""
 
 import argparse
+import re
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+
+import torch
 
 from fusedrnn.bench._measure import NumericsError
 from fusedrnn.bench._report import console, machine_line, write_json
@@ -19,12 +22,21 @@ COMMANDS = {
     "kernels": "registers, shared memory and floors of the Triton kernels, compiled without a GPU",
     "offload": "what offloading costs, on a simulated device and where there is one on a GPU",
     "timeline": "the streams of an offloaded pass as a picture",
+    "doctor": "what this machine has for fusedrnn, how fast it moves bytes, and what is wrong with it",
     "gpu-check": "everything that a GPU can show: correctness, then speed and memory beside peers",
 }
 
 
 def _module(command: str) -> str:
     return f"fusedrnn.bench.{command.replace('-', '_')}"
+
+
+def _device(text: str) -> str:
+    """Return a device's name after checking that this machine has it."""
+    match, count = re.fullmatch(r"cpu|cuda(?::(\d+))?", text), torch.cuda.device_count()
+    if match is None or (text != "cpu" and int(match[1] or 0) >= count):
+        raise argparse.ArgumentTypeError(f"must be cpu, or cuda or cuda:N of the {count} CUDA devices, got {text!r}")
+    return text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
             continue
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--json", metavar="FILE", help="append the results to FILE, one JSON object a line")
-        command.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+        command.add_argument("--device", type=_device, default="cpu", help="cpu or cuda (default: %(default)s)")
         command.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
         command.add_argument("--quiet", action="store_true", help="show no progress bars")
         import_module(_module(name)).add_arguments(command)

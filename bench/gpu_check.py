@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         console.rule(name)
         start = time.monotonic()
         try:
-            wrong = section(args, device, budget, rows)
+            with nullcontext() if args.quiet else console.status(name):
+                wrong = section(args, device, budget, rows)
         except Exception:
             # One section that breaks must not cost what the others would show.
             console.print(traceback.format_exc(), markup=False, style="red")

@@ -12,6 +12,7 @@ from fusedrnn.bench._measure import Job, check_numerics, in_process, job_time_an
 from fusedrnn.bench._report import mib, progress, row, table
 
 MODES = ("torch", "gates", "cells", "hidden", "auto")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", type=int, default=256, help="hidden units (default: %(default)s)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[200, 400, 800, 1600], help="lengths of the sequence")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="contenders")
-    parser.add_argument("--dtype", default="float32", help="element type (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="element type (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="passes timed (default: %(default)s)")
     parser.add_argument("--full-size", action="store_true", help="batch 512, 512 units, lengths 100 to 1000")
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedrnn
+from fusedrnn.backends import BACKENDS
 from fusedrnn.bench._measure import (
     OURS,
     TORCH,
@@ -34,6 +35,7 @@ from fusedrnn.bench._measure import (
     synchronize,
 )
 from fusedrnn.bench._report import console, mib, row, table
+from fusedrnn.cells import LSTM
 
 EMBEDDING = 32
 OFFLOADING = f"{OURS}, offloading"
@@ -245,8 +247,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=128, help="hidden units (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=1, help="layers (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-2, help="learning rate of Adam (default: %(default)s)")
-    parser.add_argument("--save", default="auto", help="save= of fusedrnn.LSTM (default: %(default)s)")
-    parser.add_argument("--backend", default="auto", help="backend= of fusedrnn.LSTM (default: %(default)s)")
+    parser.add_argument(
+        "--save", default="auto", choices=("auto", *LSTM.modes), help="save= of fusedrnn.LSTM (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        choices=("auto", *BACKENDS["lstm"]),
+        help="backend= of fusedrnn.LSTM (default: %(default)s)",
+    )
     parser.add_argument("--compare", action="store_true", help="train torch.nn.LSTM from the same start beside it")
     parser.add_argument(
         "--offload",

@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 import fusedrnn
-from fusedrnn.bench import _measure, _report
+from fusedrnn.bench import _measure, _report, packed
 from fusedrnn.bench.__main__ import COMMANDS, main
 
 COLUMNS = {
@@ -126,3 +127,82 @@ def test_a_loss_that_offloading_changes_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(train, "_run", lambda config, report: next(results))
     assert main(["train", "--quiet", "--offload", *TINY["train"]]) == 1
     assert "offloading changed the losses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("2000,1500,62", (2000, 1500, 62)),
+        ("3,9,1", (9, 3, 1)),
+        ("7", (7,)),
+        ("2000:62:1", (2000,)),
+        ("2:10:5", (10, 8, 6, 4, 2)),
+    ],
+)
+def test_lengths_as_a_list_or_a_range(text, found):
+    assert packed.lengths(text) == found
+
+
+def test_a_range_of_lengths_has_both_ends():
+    found = packed.lengths("2000:62:32")
+    assert len(found) == 32 and (found[0], found[-1]) == (2000, 62)
+    assert {a - b for a, b in pairwise(found)} <= {62, 63}
+
+
+@pytest.mark.parametrize("text", ["", "3,x", "5,0", "2000:62", "2000:62:0", "2000:62:-1", "1:2:3:4", "9:-9:3"])
+def test_lengths_that_are_none_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["packed", f"--lengths={text}"])
+    assert f"2000,1500,62 or FROM:TO:COUNT such as 2000:62:32, got {text!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lengths", "3,2", "--batch", "3"], "--batch must be the number of --lengths, 2, or left out, got 3"),
+        (["--longest", "0"], "--longest and --batch must be at least 1, got 0 and None"),
+        (["--batch", "0"], "--longest and --batch must be at least 1, got 2000 and 0"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(options, message):
+    with pytest.raises(SystemExit, match=message):
+        main(["packed", *options])
+
+
+@pytest.mark.parametrize("option", ["--mode", "--save"])
+def test_packed_runs_the_lengths_and_the_mode_that_are_asked_for(option, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    options = ["--lengths", "4,7,2", option, "hidden", "--input", "3", "--units", "8", "--repeats", "1"]
+    assert main(["packed", "--quiet", "--json", str(file), *options]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["shape"] for row in rows} == {"longest=7 B=3 rows=13 I=3 H=8 L=1 float32"}
+    assert {row["mode"] for row in rows if row["kernel"] == _measure.OURS} == {"packed, hidden"}
+    assert "3 sequences of 7 to 2 steps: 62% of the padded rows" in capsys.readouterr().out
+
+
+def test_the_mode_reaches_the_layer(monkeypatch):
+    made = []
+
+    class Watched(fusedrnn.LSTM):
+        def __init__(self, *args, **options):
+            made.append(options["save"])
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(packed.fusedrnn, "LSTM", Watched)
+    sizes = packed.Sizes((4, 2), 3, 8, bidirectional=False, save="cells")
+    packed._step(f"{_measure.OURS}, packed", sizes, "cpu", 0)()
+    assert made == ["cells"]
+
+
+def test_packed_results_that_are_wrong_are_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr(packed, "twin", lambda module: fusedrnn.LSTM(5, 16).double())
+    assert main(["packed", "--quiet", *TINY["packed"][:-1]]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fusedrnn.LSTM on packed input is wrong" in out and "no times are shown" in out and "padded rows" not in out
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device, capsys):
+    with pytest.raises(SystemExit):
+        main(["setup", "--device", device])
+    assert f"must be cpu, or cuda or cuda:N of the {torch.cuda.device_count()} CUDA devices" in capsys.readouterr().err
