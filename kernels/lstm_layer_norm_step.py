@@ -20,16 +20,14 @@ from torch import Tensor
 from fusedrnn.kernels._launch import Config, launch
 from fusedrnn.kernels._math import sigmoid, tanh
 
-_EPS = tl.constexpr(1e-5)
-
 
 @lru_cache(maxsize=256)
 def pick(rows: int, H: int) -> Config:
     """Choose blocks for `rows` whole rows of H columns.
 
-    A thread has up to 8 columns of one row in each gate, so that three dozen numbers each of the input and the results
-    stay in registers: 4 warps to H=1024, 16 from there. Narrow rows share a program until it has 256 columns. By
-    compile report, not measured.
+    A thread has four columns of one row in each gate, so that loads are of 16 bytes in float32; rows wider than 2048
+    leave it eight, which is where registers end (128 a thread at H=4096, no spills). Narrow rows share a program until
+    it has 256 columns. By compile report, not measured.
     """
     block_h = triton.next_power_of_2(H)
     block_b = max(1, min(triton.next_power_of_2(rows), 256 // block_h))
@@ -58,6 +56,7 @@ def _forward_kernel(
     stride_h_n,
     stride_c_n,
     # constants
+    EPS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -76,7 +75,7 @@ def _forward_kernel(
     r_g = tl.where(mask, r_g - mean, 0.0)
     r_o = tl.where(mask, r_o - mean, 0.0)
     var = tl.sum(r_i * r_i + r_f * r_f + r_g * r_g + r_o * r_o, 1)[:, None] / (4 * H)
-    rstd = 1.0 / tl.sqrt(var + _EPS)
+    rstd = 1.0 / tl.sqrt(var + EPS)
     pre = pre_ptr + offs_b[:, None] * stride_pre_n + offs_h[None, :]
     gain = gain_hh_ptr + offs_h
     gain_i = tl.load(gain, mask=mask_h, other=0.0)[None, :]
@@ -92,7 +91,7 @@ def _forward_kernel(
     tl.store(c_ptr + offs_b[:, None] * stride_c_n + offs_h[None, :], c, mask=mask)
     mean_c = tl.sum(tl.where(mask, c, 0.0), 1)[:, None] / H
     centred = tl.where(mask, c - mean_c, 0.0)
-    rstd_c = 1.0 / tl.sqrt(tl.sum(centred * centred, 1)[:, None] / H + _EPS)
+    rstd_c = 1.0 / tl.sqrt(tl.sum(centred * centred, 1)[:, None] / H + EPS)
     gain_c = tl.load(gain_c_ptr + offs_h, mask=mask_h, other=0.0)[None, :]
     bias_c = tl.load(bias_c_ptr + offs_h, mask=mask_h, other=0.0)[None, :]
     h = o * tanh(centred * rstd_c * gain_c + bias_c)
@@ -100,7 +99,15 @@ def _forward_kernel(
 
 
 def lstm_layer_norm_step_forward(
-    pre: Tensor, hproj: Tensor, c_prev: Tensor, gain_hh: Tensor, gain_c: Tensor, bias_c: Tensor, h: Tensor, c: Tensor
+    pre: Tensor,
+    hproj: Tensor,
+    c_prev: Tensor,
+    gain_hh: Tensor,
+    gain_c: Tensor,
+    bias_c: Tensor,
+    h: Tensor,
+    c: Tensor,
+    eps: float,
 ) -> None:
     """Compute one step.
 
@@ -113,6 +120,7 @@ def lstm_layer_norm_step_forward(
         bias_c: Bias of the cell states [H], float32.
         h: Outputs [n, H], written.
         c: Cell states after the step [n, H], float32, written; may be the same memory as `c_prev`.
+        eps: What is added to a variance.
     """
     n, H = h.shape
     config = pick(n, H)
@@ -135,6 +143,7 @@ def lstm_layer_norm_step_forward(
         c_prev.stride(0),
         h.stride(0),
         c.stride(0),
+        EPS=eps,
         BLOCK_B=config.block_b,
         BLOCK_H=config.block_h,
         num_warps=config.num_warps,

@@ -7,6 +7,7 @@ from fusedrnn.backends.fused import LayerBuffers
 from fusedrnn.backends.layer_norm import LayerNormBackend, Norms, StepBuffers
 from fusedrnn.backends.triton_base import triton_refusals
 from fusedrnn.backends.triton_step import TritonStep
+from fusedrnn.cells import NORM_EPS
 from fusedrnn.layout import Steps
 
 _WIDEST = 4096
@@ -29,7 +30,7 @@ class LayerNormTritonStep(LayerNormBackend):
         """See `LayerNormBackend.step_forward`."""
         from fusedrnn.kernels.lstm_layer_norm_step import lstm_layer_norm_step_forward
 
-        lstm_layer_norm_step_forward(pre, hproj, c_prev, norms.hh, norms.c, norms.c_bias, h, c)
+        lstm_layer_norm_step_forward(pre, hproj, c_prev, norms.hh, norms.c, norms.c_bias, h, c, NORM_EPS)
 
     def recompute(self, buffers: LayerBuffers, c0: Tensor, steps: Steps, cells_known: bool) -> None:
         """See `LayerNormBackend.recompute`."""
