@@ -72,7 +72,8 @@ def twin(module: nn.RNNBase, dtype: torch.dtype = torch.float64) -> nn.RNNBase:
     options = {name: getattr(module, name) for name in names}
     other: nn.RNNBase
     if getattr(module, "layer_norm", False):
-        other = type(module)(
+        kind: Any = type(module)
+        other = kind(
             module.input_size, module.hidden_size, **options, layer_norm=True, backend="reference", dtype=dtype
         )
     elif isinstance(module, nn.LSTM):

@@ -275,10 +275,7 @@ KERNELS = {
         sizes=("n_rows",),
         multiples=(
             "H",
-            *(
-                f"stride_{name}_n"
-                for name in ("hproj", "c", "c_prev", "dy", "dh", "gates", "dc", "da", "dhproj")
-            ),
+            *(f"stride_{name}_n" for name in ("hproj", "c", "c_prev", "dy", "dh", "gates", "dc", "da", "dhproj")),
         ),
         constants={"HAS_DY": True},
     ),

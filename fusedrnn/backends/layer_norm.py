@@ -64,7 +64,8 @@ class Normalized:
 
     def backward_parameters(self, dz: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of gain and bias from that of all rows."""
-        return self._backward(dz, slice(None), [False, True, True])[1:]
+        _, dgain, dbias = self._backward(dz, slice(None), [False, True, True])
+        return dgain, dbias
 
     def _backward(self, dz: Tensor, rows: slice, wanted: list[bool]) -> tuple[Tensor, ...]:
         return torch.ops.aten.native_layer_norm_backward(
@@ -100,11 +101,12 @@ class Norms(NamedTuple):
     def of(weights: Weights) -> "Norms":
         """Collect them."""
         wide = state_dtype(weights.weight_ih.dtype)
-        norms = (weights.norm_ih, weights.norm_hh, weights.norm_c, weights.norm_c_bias)
+        found = (weights.norm_ih, weights.norm_hh, weights.norm_c, weights.norm_c_bias)
+        ih, hh, c, c_bias = (norm.to(wide) for norm in found if norm is not None)
         bias = None
         if weights.bias_ih is not None and weights.bias_hh is not None:
             bias = weights.bias_ih.to(wide) + weights.bias_hh
-        return Norms(*(norm.to(wide) for norm in norms if norm is not None), bias)
+        return Norms(ih, hh, c, c_bias, bias)
 
 
 @dataclass
@@ -266,7 +268,9 @@ class LayerNormBackend(ChunkedBackend):
             gates, xproj = _input_part(buffers, norms)
             recurrent, hproj = normalize(buffers.hproj, norms.hh)
             gates.add_(recurrent)
-            self.recompute(LayerBuffers(gates, buffers.c, buffers.h), c0, chunk.steps, cells_known=task.save != "hidden")
+            self.recompute(
+                LayerBuffers(gates, buffers.c, buffers.h), c0, chunk.steps, cells_known=task.save != "hidden"
+            )
             c = normalize(buffers.c, norms.c, norms.c_bias)[1]
             dhproj = work.get("dhproj", tuple(gates.shape), dtype)
             inner = StepBuffers(gates, hproj, c, work.get("da", tuple(c.raw.shape), c.raw.dtype), dhproj)
