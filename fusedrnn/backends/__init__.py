@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fusedrnn.backends.base import Backend, Call, ChunkedBackend
 from fusedrnn.backends.gru import GRUTorchStep
 from fusedrnn.backends.gru_triton import GRUTritonStep
-from fusedrnn.backends.layer_norm import LayerNormTorchStep
+from fusedrnn.backends.layer_norm_torch import LayerNormTorchStep
 from fusedrnn.backends.layer_norm_triton import LayerNormTritonStep
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.backends.reference import Reference
