@@ -16,7 +16,7 @@ COMMANDS = {
     "train": "train a character model on one long text, in one backward pass of up to 100,000 characters",
     "long": "time and memory against the length of the sequence, beside torch.nn.LSTM",
     "setup": "time to the first result against the length, beside an unrolled graph",
-    "shapes": "time and memory at five sizes, as ratios to torch.nn.LSTM",
+    "shapes": "time and memory at five sizes, as ratios to torch.nn.LSTM, and with layer_norm",
     "stream": "a million steps: input from a file, a loss per chunk, beside torch.nn.LSTM by proportion",
     "packed": "sequences of very different lengths, beside torch.nn.LSTM on packed and on padded input",
     "kernels": "registers, shared memory and floors of the Triton kernels, compiled without a GPU",

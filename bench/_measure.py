@@ -23,6 +23,7 @@ from fusedrnn.testing import results, twin
 
 TORCH = "torch.nn.LSTM"
 OURS = "fusedrnn.LSTM"
+LOOP = "loop of torch operators"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Job:
     """One contender at one size.
 
     Args:
-        mode: "torch" for `torch.nn.LSTM`, else the `save=` of `fusedrnn.LSTM`.
+        mode: "torch" for `torch.nn.LSTM` (a loop of torch's operators with `layer_norm`, which it has not), else the
+            `save=` of `fusedrnn.LSTM`.
         T: Timesteps.
         B: Batch size.
         I: Width of the input.
@@ -40,6 +42,7 @@ class Job:
         device: Device.
         backend: The `backend=` of `fusedrnn.LSTM`.
         seed: Seed of weights and data.
+        layer_norm: Whether the layer is normalised.
     """
 
     mode: str
@@ -52,24 +55,32 @@ class Job:
     device: str = "cpu"
     backend: str = "auto"
     seed: int = 0
+    layer_norm: bool = False
 
     @property
     def kernel(self) -> str:
         """Name of the contender."""
-        return TORCH if self.mode == "torch" else OURS
+        if self.mode == "torch":
+            return LOOP if self.layer_norm else TORCH
+        return OURS
 
     @property
     def shape(self) -> str:
         """The sizes in words."""
-        return f"T={self.T} B={self.B} I={self.I} H={self.H} L={self.layers} {self.dtype}"
+        words = f"T={self.T} B={self.B} I={self.I} H={self.H} L={self.layers} {self.dtype}"
+        return words + (" layer_norm" if self.layer_norm else "")
 
     def module(self) -> nn.LSTM:
         """Build the layer."""
         torch.manual_seed(self.seed)
         where: dict[str, Any] = {"device": self.device, "dtype": getattr(torch, self.dtype)}
-        if self.mode == "torch":
+        if self.mode != "torch":
+            where |= {"save": self.mode, "backend": self.backend, "layer_norm": self.layer_norm}
+        elif self.layer_norm:
+            where |= {"backend": "reference", "layer_norm": True}
+        else:
             return nn.LSTM(self.I, self.H, self.layers, **where)
-        return fusedrnn.LSTM(self.I, self.H, self.layers, save=self.mode, backend=self.backend, **where)
+        return fusedrnn.LSTM(self.I, self.H, self.layers, **where)
 
     def step(self) -> Callable[[], None]:
         """Return a function that runs one pass forward and backward."""
@@ -190,18 +201,20 @@ def check_numerics(jobs: list[Job], make: Callable[[Job], nn.LSTM] = Job.module)
     """Raise NumericsError unless every contender agrees with float64 at a small size, output and gradients.
 
     The limit is 16 units in the last place of the dtype, relative to each tensor's largest value: wide enough for
-    any order of summation at this size, far below any wrong formula.
+    any order of summation at this size, far below any wrong formula. With `layer_norm` it is 1024 units, since a
+    division by the standard deviation of a row magnifies what was rounded before.
     """
-    for mode, backend, dtype, device, layers in dict.fromkeys(
-        (job.mode, job.backend, job.dtype, job.device, job.layers) for job in jobs
+    for mode, backend, dtype, device, layers, norm in dict.fromkeys(
+        (job.mode, job.backend, job.dtype, job.device, job.layers, job.layer_norm) for job in jobs
     ):
-        job = Job(mode, T=40, B=3, I=8, H=16, layers=layers, dtype=dtype, device=device, backend=backend)
+        sizes: dict[str, Any] = {"T": 40, "B": 3, "I": 8, "H": 16, "layers": layers, "layer_norm": norm}
+        job = Job(mode, **sizes, dtype=dtype, device=device, backend=backend)
         module = make(job)
         x: Tensor = torch.randn(job.T, job.B, job.I).to(device)
         exact = results(twin(module).to(device), x.to(getattr(torch, dtype)))
         for name, tensor in results(module, x).items():
             error = float((tensor.double() - exact[name]).abs().max() / exact[name].abs().max())
-            limit = 16 * torch.finfo(getattr(torch, dtype)).eps
+            limit = (1024 if norm else 16) * torch.finfo(getattr(torch, dtype)).eps
             if not error <= limit:
                 raise NumericsError(
                     f"{job.kernel} (mode {mode}, {dtype}) is wrong: {name} is off by {error:.2g} of its largest value, "

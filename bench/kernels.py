@@ -175,6 +175,7 @@ def _line(name: str, dtype: str, arch: str, B: int, H: int, reports: "dict[Any, 
     """Compile a kernel for a problem unless `reports` has it; return its line, and why its blocks are refused."""
     from fusedrnn.kernels import _launch, _sequence
     from fusedrnn.kernels._compile import KERNELS
+    from fusedrnn.kernels.lstm_layer_norm_step import pick as whole_rows
 
     chip, (element, size, precision) = CHIPS[arch], TYPES[dtype]
     config: _launch.Config | _sequence.Config
@@ -184,7 +185,7 @@ def _line(name: str, dtype: str, arch: str, B: int, H: int, reports: "dict[Any, 
             return Line(name, dtype, arch, B, H, "", 0, 0.0, 0.0, None), picked
         config = picked
     else:
-        config = _launch.Config.pick(B, H)
+        config = whole_rows(B, H) if name.startswith("layer norm") else _launch.Config.pick(B, H)
     key = name, element, precision, arch, H, config
     if key not in reports:
         reports[key] = KERNELS[name].report(element, chip.capability, H, config, precision)
@@ -205,6 +206,8 @@ def step_seconds(
         "recompute": (8, 1),
         "GRU step forward": (12, 0),
         "GRU step backward": (12, 0),
+        "layer norm step forward": (5, 6),
+        "layer norm step backward": (6, 17),
         "sequence forward": (9, 1),
         "sequence backward": (9, 1),
     }

@@ -1,4 +1,7 @@
-"""Time and memory of one pass at five sizes, as ratios to `torch.nn.LSTM` in the same run."""
+"""Time and memory of one pass at five sizes, as ratios to `torch.nn.LSTM` in the same run; and with `layer_norm`.
+
+`torch.nn.LSTM` cannot be normalised: there ours stands beside the same equations as a loop of torch's operators.
+"""
 
 import argparse
 from statistics import median
@@ -13,6 +16,7 @@ SHAPES = {
     "wide batch": (2000, 64, 128, 256),
     "large": (400, 512, 512, 512),
     "short": (50, 32, 64, 128),
+    "layer_norm": (200, 32, 64, 256),
 }
 
 
@@ -21,20 +25,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="passes timed (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), help="some of the sizes")
     parser.add_argument("--size", type=int, nargs=4, metavar=("T", "B", "I", "H"), help="a size of your own instead")
+    parser.add_argument("--layer-norm", action="store_true", help="normalised layers at all sizes")
     parser.add_argument("--mode", default="auto", choices=("auto", "gates", "cells", "hidden"), help="ours: save=")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the command and return its rows."""
     sizes = {"yours": tuple(args.size)} if args.size else {name: SHAPES[name] for name in args.only}
-    check_numerics([Job(mode, 1, 1, 1, 1, device=args.device) for mode in ("torch", args.mode)])
+    norms = {name: args.layer_norm or name == "layer_norm" for name in sizes}
+    check_numerics(
+        [
+            Job(mode, 1, 1, 1, 1, device=args.device, layer_norm=norm)
+            for norm in dict.fromkeys(norms.values())
+            for mode in ("torch", args.mode)
+        ]
+    )
     rows: list[dict[str, Any]] = []
     lines = []
     with progress(args.quiet) as bar:
         task = bar.add_task("shapes", total=len(sizes) * (2 * (1 + args.repeats) + 2))
         for name, (T, B, I, H) in sizes.items():
             bar.update(task, description=f"{name}: T={T} B={B} I={I} H={H}")
-            jobs = [Job(mode, T, B, I, H, device=args.device, seed=args.seed) for mode in ("torch", args.mode)]
+            jobs = [
+                Job(mode, T, B, I, H, device=args.device, seed=args.seed, layer_norm=norms[name])
+                for mode in ("torch", args.mode)
+            ]
             peaks = []
             for job in jobs:
                 peaks.append(in_process(job_memory, job))
@@ -45,7 +60,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(row(job.kernel, job.mode, "seconds", job.shape, taken, job.device))
                 rows.append(row(job.kernel, job.mode, "peak_bytes", job.shape, [peak], job.device))
             theirs, ours = map(median, seconds)
-            size = f"{T}, {B}, {I}, {H}"
+            size = f"{T}, {B}, {I}, {H}" + (", layer norm" if norms[name] else "")
             memory = f"{peaks[1] / max(peaks[0], 1):.2f}"
             lines.append(
                 (size, f"{theirs:.3g}", f"{ours:.3g}", f"{ours / theirs:.2f}", mib(peaks[0]), mib(peaks[1]), memory)
@@ -54,7 +69,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         "One pass forward and backward: torch.nn.LSTM and fusedrnn.LSTM",
         ("T, B, I, H", "torch s", "ours s", "ratio", "torch peak", "ours peak", "ratio"),
         lines,
-        caption=f"medians of {args.repeats} passes in turns; memory above the start, each in a process of its own",
+        caption=f"medians of {args.repeats} passes in turns; memory above the start, each in a process of its own"
+        + ("; layer norm: torch is a loop of its operators" if any(norms.values()) else ""),
     )
     return rows
 

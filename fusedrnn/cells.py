@@ -19,7 +19,8 @@ class Weights(NamedTuple):
     """Parameters of one layer in one direction, in the order and with the names of `torch.nn.LSTM`.
 
     With G gates (4 of an LSTM, 3 of a GRU): `weight_ih` is [GH, I], `weight_hh` [GH, P] with P the width of the output
-    (H without a projection), the biases [GH], and `weight_hr` [P, H].
+    (H without a projection), the biases [GH], and `weight_hr` [P, H]. The fields from `norm_ih` on are of a
+    layer-normalised LSTM: gains `norm_ih` and `norm_hh` [4H] and `norm_c` [H], and the bias `norm_c_bias` [H].
     """
 
     weight_ih: Tensor
@@ -27,6 +28,10 @@ class Weights(NamedTuple):
     bias_ih: Tensor | None = None
     bias_hh: Tensor | None = None
     weight_hr: Tensor | None = None
+    norm_ih: Tensor | None = None
+    norm_hh: Tensor | None = None
+    norm_c: Tensor | None = None
+    norm_c_bias: Tensor | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -37,6 +42,11 @@ class Weights(NamedTuple):
     def output_size(self) -> int:
         """Width P of the output."""
         return self.weight_hh.shape[1]
+
+
+def _project(x: Tensor, weights: Weights) -> Tensor:
+    """Return W_ih x + b_ih for x [..., I]."""
+    return F.linear(x, weights.weight_ih, weights.bias_ih)
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class CellSpec:
         saved: What each save mode keeps per timestep and hidden unit beyond the output: numbers in the dtype of the
             output, and numbers in `state_dtype`.
         step: `(xproj, states, weights) -> states`, differentiable to any order.
+        project: `(x, weights) -> xproj`, what a step takes of the input; x [..., I] may hold any number of steps.
     """
 
     name: str
@@ -57,6 +68,7 @@ class CellSpec:
     states: tuple[str, ...]
     saved: tuple[tuple[str, int, int], ...]
     step: Callable[[Tensor, States, Weights], States]
+    project: Callable[[Tensor, Weights], Tensor] = _project
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -104,6 +116,48 @@ def _gru_step(xproj: Tensor, states: States, weights: Weights) -> States:
     return ((n + z * (h.to(wide) - n)).to(h.dtype),)
 
 
+NORM_EPS = 1e-5
+"""What a layer normalisation adds to the variance: the value of `torch.nn.LayerNorm` and of haste."""
+
+
+def _normalize(x: Tensor, gain: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """Return (x - mean) / sqrt(var + eps) * gain + bias over the last dimension, in the dtype of x."""
+    gain, bias = (None if part is None else part.to(x.dtype) for part in (gain, bias))
+    return F.layer_norm(x, x.shape[-1:], gain, bias, NORM_EPS)
+
+
+def _layer_norm_lstm_project(x: Tensor, weights: Weights) -> Tensor:
+    """Return LN(W_ih x) norm_ih + b_ih in the dtype of the states: the product is normalised without its bias."""
+    xproj = _normalize(F.linear(x, weights.weight_ih).to(state_dtype(x.dtype)), weights.norm_ih)
+    return xproj if weights.bias_ih is None else xproj + weights.bias_ih
+
+
+def _layer_norm_lstm_step(xproj: Tensor, states: States, weights: Weights) -> States:
+    """One step of a layer-normalised LSTM (Ba, Kiros and Hinton 2016, appendix; no projection).
+
+    pre = xproj + LN(W_hh h_prev) norm_hh + b_hh, i, f, g, o and c as in an LSTM, h = o * tanh(LN(c) norm_c +
+    norm_c_bias); LN takes mean and biased variance over all 4H numbers, or over the H of c. c is carried as it was
+    before its normalisation. That is haste's LayerNormLSTM (lib/layer_norm_lstm_forward_gpu.cu.cc of lmnt-com/haste),
+    but for the order of its gates (i, g, f, o there) and torch's two biases in place of its one.
+    """
+    h, c = states
+    pre = xproj + _normalize(F.linear(h, weights.weight_hh).to(c.dtype), weights.norm_hh)
+    if weights.bias_hh is not None:
+        pre = pre + weights.bias_hh
+    i, f, g, o = pre.chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    out = torch.sigmoid(o) * torch.tanh(_normalize(c, weights.norm_c, weights.norm_c_bias))
+    return out.to(h.dtype), c
+
+
 LSTM = CellSpec("lstm", 4, ("h", "c"), (("gates", 4, 1), ("cells", 0, 1), ("hidden", 0, 0)), _lstm_step)
 GRU = CellSpec("gru", 3, ("h",), (("gates", 4, 0), ("hidden", 0, 0)), _gru_step)
-CELLS = {cell.name: cell for cell in (LSTM, GRU)}
+LAYER_NORM_LSTM = CellSpec(
+    "layer_norm_lstm",
+    4,
+    ("h", "c"),
+    (("gates", 8, 1), ("cells", 0, 1), ("hidden", 0, 0)),
+    _layer_norm_lstm_step,
+    _layer_norm_lstm_project,
+)
+CELLS = {cell.name: cell for cell in (LSTM, GRU, LAYER_NORM_LSTM)}

@@ -102,7 +102,8 @@ def convert_back(model: nn.Module) -> Conversion:
         model: The model, which is changed.
 
     Returns:
-        The model, and which layers were converted and which not and why: subclasses of ours stay.
+        The model, and which layers were converted and which not and why: subclasses of ours and layers with
+        `layer_norm` stay.
 
     Raises:
         TypeError: If `model` is not a module.
@@ -112,6 +113,8 @@ def convert_back(model: nn.Module) -> Conversion:
     def refusal(module: nn.Module) -> str | None:
         if not isinstance(module, tuple(back)):
             return ""
+        if getattr(module, "layer_norm", False):
+            return "it has `layer_norm`, which torch's layer has not"
         return None if _base(module) in back else _subclass(module)
 
     def visit(module: nn.Module) -> None:

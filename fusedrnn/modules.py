@@ -1,15 +1,15 @@
 """`fusedrnn.LSTM` and `fusedrnn.GRU`: torch's own layers that need far less memory."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fusedrnn import _checks
 from fusedrnn.cells import GRU as GRU_CELL
+from fusedrnn.cells import LAYER_NORM_LSTM, CellSpec, States, Weights
 from fusedrnn.cells import LSTM as LSTM_CELL
-from fusedrnn.cells import CellSpec, States, Weights
 from fusedrnn.functional import Options, check_resets, check_states, run_layers
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
@@ -19,7 +19,10 @@ from fusedrnn.streaming import ChunkLoss, is_streamed, run_streamed, stream_chun
 class _Recurrent(nn.RNNBase):
     """What the layers share, between them and torch's class of the same name."""
 
-    cell: ClassVar[CellSpec]
+    @property
+    def cell(self) -> CellSpec:
+        """What each layer computes."""
+        raise NotImplementedError
 
     def __init__(
         self,
@@ -221,16 +224,62 @@ class LSTM(_Recurrent, nn.LSTM):
             that says when and how; layers with equal configurations share one ring of device buffers and one pool of
             host memory. What `fusedrnn.offload()` returns counts for this layer alone.
         swap_memory: TensorFlow's name for `offload`.
+        layer_norm: Whether the layers are normalised (Ba, Kiros and Hinton 2016), the one keyword that changes what is
+            computed: the gates are those of LN(W_ih x_t) norm_ih + b_ih + LN(W_hh h_{t-1}) norm_hh + b_hh, and
+            h_t = o tanh(LN(c_t) norm_c + norm_c_bias), where LN takes mean and variance over all 4H numbers (over the H
+            of c_t) with an epsilon of 1e-5. Each layer and direction gets the parameters `norm_ih_l0`, `norm_hh_l0`
+            [4H] and `norm_c_l0` [H], ones at first, and `norm_c_bias_l0` [H], zeros; a checkpoint of `torch.nn.LSTM`
+            loads with `strict=False`. Without `proj_size`. In this mode "gates" keeps 9H numbers: the products before
+            their normalisation, and cell states.
         **kwargs: The arguments of `torch.nn.LSTM` by name.
 
     Raises:
-        ValueError: If an argument is not among its choices.
+        TypeError: If `layer_norm` is not a bool.
+        ValueError: If an argument is not among its choices, or `layer_norm` meets `proj_size`.
 
     Shapes are those of `torch.nn.LSTM`, a sequence without batch dimension and `PackedSequence` included. Further to
     it, an input of no timesteps is taken: the states come back as they were.
     """
 
-    cell = LSTM_CELL
+    layer_norm = False
+
+    def __init__(self, *args: Any, layer_norm: bool = False, **kwargs: Any):
+        if not isinstance(layer_norm, bool):
+            raise TypeError(f"`layer_norm` must be True or False, got {type(layer_norm).__name__}")
+        super().__init__(*args, **kwargs)
+        self.layer_norm = layer_norm
+        if not layer_norm:
+            return
+        if self.proj_size:
+            raise ValueError(
+                f"`proj_size` must be 0 with `layer_norm`, got {self.proj_size}: project the output with a "
+                "torch.nn.Linear behind the layer"
+            )
+        # Not in torch's list of flat weights, which cuDNN would take for its own.
+        for name in self._flat_weights_names:
+            kind, _, place = name.partition("_l")
+            if kind == "weight_hh":
+                weight, H = self.get_parameter(name), self.hidden_size
+                setattr(self, f"norm_ih_l{place}", nn.Parameter(weight.new_ones(4 * H)))
+                setattr(self, f"norm_hh_l{place}", nn.Parameter(weight.new_ones(4 * H)))
+                setattr(self, f"norm_c_l{place}", nn.Parameter(weight.new_ones(H)))
+                setattr(self, f"norm_c_bias_l{place}", nn.Parameter(weight.new_zeros(H)))
+
+    @property
+    def cell(self) -> CellSpec:
+        """What each layer computes."""
+        return LAYER_NORM_LSTM if self.layer_norm else LSTM_CELL
+
+    def reset_parameters(self) -> None:
+        """Set the parameters to fresh initial values, those of the normalisations to ones and zeros."""
+        super().reset_parameters()
+        for name, weight in self.named_parameters():
+            if name.startswith("norm_"):
+                nn.init.constant_(weight, 0.0 if name.startswith("norm_c_bias") else 1.0)
+
+    def extra_repr(self) -> str:
+        """Return torch's representation with the options that are not the default."""
+        return super().extra_repr() + (", layer_norm=True" if self.layer_norm else "")
 
     def forward(  # type: ignore[override]
         self,
@@ -307,7 +356,10 @@ class GRU(_Recurrent, nn.GRU):
         ValueError: If an argument is not among its choices.
     """
 
-    cell = GRU_CELL
+    @property
+    def cell(self) -> CellSpec:
+        """What each layer computes."""
+        return GRU_CELL
 
     def forward(  # type: ignore[override]
         self,

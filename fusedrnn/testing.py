@@ -64,11 +64,19 @@ def poisoned() -> Iterator[None]:
 
 
 def twin(module: nn.RNNBase, dtype: torch.dtype = torch.float64) -> nn.RNNBase:
-    """Return torch's own LSTM or GRU with the module's weights in another dtype."""
+    """Return torch's own LSTM or GRU with the module's weights in another dtype.
+
+    A layer with `layer_norm`, of which torch has none, gets one of its own class that autograd records step by step.
+    """
     names = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
     options = {name: getattr(module, name) for name in names}
     other: nn.RNNBase
-    if isinstance(module, nn.LSTM):
+    if getattr(module, "layer_norm", False):
+        kind: Any = type(module)
+        other = kind(
+            module.input_size, module.hidden_size, **options, layer_norm=True, backend="reference", dtype=dtype
+        )
+    elif isinstance(module, nn.LSTM):
         other = nn.LSTM(module.input_size, module.hidden_size, **options, proj_size=module.proj_size, dtype=dtype)
     else:
         other = nn.GRU(module.input_size, module.hidden_size, **options, dtype=dtype)

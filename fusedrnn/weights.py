@@ -322,6 +322,10 @@ def _weights_of(lstm: nn.LSTM | Mapping[str, Tensor], layer: int, reverse: bool)
     for name in names[:2]:
         if not _has(lstm, name):
             raise ValueError(f"`lstm` must have `{name}`, it has not: check `layer` and `reverse`, and strip prefixes")
+    if _has(lstm, _name("norm_ih", layer, reverse)):
+        raise ValueError(
+            "`lstm` must be without `layer_norm`, got a layer that has it: no other format holds its gains"
+        )
     get = lstm.get if isinstance(lstm, Mapping) else lambda name: getattr(lstm, name, None)
     found = [get(name) for name in names]
     return Weights(*(None if weight is None else weight.detach() for weight in found))  # type: ignore[arg-type]

@@ -255,6 +255,30 @@ KERNELS = {
         multiples=("H", *(f"stride_{name}_n" for name in ("h_prev", "dy", "gates", "hn", "dh"))),
         constants={"HAS_DY": True},
     ),
+    "layer norm step forward": Kernel(
+        "lstm_layer_norm_step",
+        "_forward_kernel",
+        element=("hproj_ptr", "h_ptr"),
+        float32=("pre_ptr", "c_prev_ptr", "gain_hh_ptr", "gain_c_ptr", "bias_c_ptr", "c_ptr"),
+        sizes=("n_rows",),
+        multiples=("H", *(f"stride_{name}_n" for name in ("pre", "hproj", "c_prev", "h", "c"))),
+        constants={"EPS": 1e-5},
+    ),
+    "layer norm step backward": Kernel(
+        "lstm_layer_norm_step",
+        "_backward_kernel",
+        element=("dy_ptr", "dh_ptr", "dhproj_ptr"),
+        float32=(
+            *("hproj_ptr", "mean_h_ptr", "rstd_h_ptr", "c_ptr", "mean_c_ptr", "rstd_c_ptr", "c_prev_ptr"),
+            *("gain_hh_ptr", "gain_c_ptr", "bias_c_ptr", "gates_ptr", "dc_ptr", "da_ptr"),
+        ),
+        sizes=("n_rows",),
+        multiples=(
+            "H",
+            *(f"stride_{name}_n" for name in ("hproj", "c", "c_prev", "dy", "dh", "gates", "dc", "da", "dhproj")),
+        ),
+        constants={"HAS_DY": True},
+    ),
     "sequence forward": Kernel(
         "lstm_sequence_forward",
         "_sequence_forward_kernel",

@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 import fusedrnn
+from fusedrnn.cells import Weights
 from fusedrnn.testing import assert_close, results, twin
+
+PLAIN = [name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") for name in Weights._fields]
+"""Which weights a layer without projection has."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +77,7 @@ def test_a_graph_without_gradients_keeps_nothing():
         assert_close(torch.compile(net, fullgraph=True, backend="aot_eager")(x)[0], net(x)[0], "y")
         weights = list(net.rnn.parameters())
         states = [torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)]
-        options = (None, "lstm", [True] * 4 + [False], [False], "torch_step", "gates", 2, False)
+        options = (None, "lstm", PLAIN, [False], "torch_step", "gates", 2, False)
         assert len(torch.ops.fusedrnn.layers(x, states, weights, *options)) == 3
 
 
@@ -92,7 +96,7 @@ def test_operator_passes_opcheck(save, reverses):
     weights = [weight.detach().requires_grad_() for weight in module.parameters()]
     states = [torch.randn(2, 8, 8, requires_grad=True) for _ in range(2)]
     x = torch.randn(4, 8, 3, requires_grad=True)
-    options = (None, "lstm", ([True] * 4 + [False]) * 2, reverses, "torch_step", save, 2, True)
+    options = (None, "lstm", PLAIN * 2, reverses, "torch_step", save, 2, True)
     torch.library.opcheck(torch.ops.fusedrnn.layers.default, (x, states, weights, *options))
 
 

@@ -36,6 +36,7 @@ def table() -> str:
     for save in CELL.modes:
         rows[f'`save="{save}"`'] = [save in backend.saves for backend in LSTM.values()]
     rows["`fusedrnn.GRU`"] = [name in BACKENDS["gru"] for name in LSTM]
+    rows["`fusedrnn.LSTM(layer_norm=True)`"] = [name in BACKENDS["layer_norm_lstm"] for name in LSTM]
     lines = ["| | " + " | ".join(f"`{name}`" for name in LSTM) + " |", "|---" * (len(LSTM) + 1) + "|"]
     lines += [
         f"| {name} | " + " | ".join("yes" if cell else "-" for cell in cells) + " |" for name, cells in rows.items()

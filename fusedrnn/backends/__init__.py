@@ -6,6 +6,8 @@ from typing import NamedTuple
 from fusedrnn.backends.base import Backend, Call, ChunkedBackend
 from fusedrnn.backends.gru import GRUTorchStep
 from fusedrnn.backends.gru_triton import GRUTritonStep
+from fusedrnn.backends.layer_norm_torch import LayerNormTorchStep
+from fusedrnn.backends.layer_norm_triton import LayerNormTritonStep
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.backends.reference import Reference
 from fusedrnn.backends.torch_step import TorchStep
@@ -15,6 +17,7 @@ from fusedrnn.backends.triton_step import TritonStep
 _BY_CELL: dict[str, tuple[Backend, ...]] = {
     "lstm": (TritonSequence(), TritonStep(), OneDNN(), TorchStep(), Reference()),
     "gru": (GRUTritonStep(), GRUTorchStep(), Reference()),
+    "layer_norm_lstm": (LayerNormTritonStep(), LayerNormTorchStep(), Reference()),
 }
 BACKENDS: dict[str, dict[str, Backend]] = {
     cell: {backend.name: backend for backend in backends} for cell, backends in _BY_CELL.items()

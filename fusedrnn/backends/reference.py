@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fusedrnn.backends.base import RECORDS, Call, RecordingBackend, Task
 from fusedrnn.cells import States, Weights, state_dtype
@@ -29,12 +28,12 @@ class Reference(RecordingBackend):
     def _layer(self, task: Task, weights: Weights, x: Tensor, states: States) -> tuple[Tensor, States]:
         layout, step = task.layout, task.cell.step
         dtypes = [state.dtype for state in states]
-        xproj = F.linear(x, weights.weight_ih, weights.bias_ih)
+        xproj = task.cell.project(x, weights)
         states = (states[0], *(state.to(state_dtype(x.dtype)) for state in states[1:]))
         if not layout.rows:
             if layout.steps:
                 states = step(xproj[0], states, weights)
-            empty = xproj.narrow(-1, 0, weights.output_size)
+            empty = xproj.narrow(-1, 0, weights.output_size).to(x.dtype)
             return (empty + 0 * states[0] if layout.steps else empty), _cast(states, dtypes)
         chunk = layout.chunks(layout.steps, task.reverse)[0]
         outputs: list[Tensor] = []

@@ -36,7 +36,7 @@ class TorchStep(StepBackend):
     def step_forward(self, pre: Tensor, c_prev: Tensor, h: Tensor, c: Tensor, store: bool) -> None:
         """See `StepBackend.step_forward`."""
         work = pre.to(c.dtype)
-        i, f, g, o = _activate(work)
+        i, f, g, o = activate(work)
         torch.mul(f, c_prev, out=c)
         c.addcmul_(i, g)
         if h.dtype == c.dtype:
@@ -50,7 +50,7 @@ class TorchStep(StepBackend):
         """See `FusedBackend.recompute`."""
         assert buffers.c is not None
         work = buffers.gates.to(buffers.c.dtype)
-        i, f, g, _ = _activate(work)
+        i, f, g, _ = activate(work)
         if not cells_known:
             torch.mul(i, g, out=buffers.c)
             before, n_before = 0, 0
@@ -113,7 +113,7 @@ class TorchStep(StepBackend):
             buffers.gates[rows] = dgates.flatten(1)
 
 
-def _activate(pre: Tensor) -> tuple[Tensor, ...]:
+def activate(pre: Tensor) -> tuple[Tensor, ...]:
     """Turn pre-activations [rows, 4H] into gates in place and return i, f, g, o, each [rows, H]."""
     gates = pre.view(pre.shape[0], 4, -1)
     gates[:, :2].sigmoid_()

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     from triton.runtime import interpreter
 
     import fusedrnn.kernels.gru_step
+    import fusedrnn.kernels.lstm_layer_norm_step
     import fusedrnn.kernels.lstm_recompute
     import fusedrnn.kernels.lstm_sequence_backward
     import fusedrnn.kernels.lstm_sequence_forward

@@ -13,10 +13,12 @@ pytest.importorskip("triton")
 
 from fusedrnn.kernels._device import A100, B200, H100
 from fusedrnn.kernels._sequence import Config, blocks_of
+from fusedrnn.kernels.lstm_layer_norm_step import pick
 
 DEVICES = {device.capability: device for device in (A100, H100, B200)}
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ELEMENTWISE = ("step forward", "step backward", "recompute", "GRU step forward", "GRU step backward")
+WHOLE_ROWS = ("layer norm step forward", "layer norm step backward")
 SEQUENCE = ("sequence forward", "sequence backward")
 # H, dtype, precision and, by number, which of an architecture's blocks: large and small ones, the target (B=512, H=512
 # in bf16: number 4), a width that nothing divides, and float32 with and without matrix instructions.
@@ -44,6 +46,14 @@ def elementwise_jobs():
                 yield (name, dtype, capability), (name, dtype, capability, 128, "elementwise", config, {})
 
 
+def whole_rows_jobs():
+    for name in WHOLE_ROWS:
+        for H, dtype in ((512, "fp32"), (512, "bf16"), (4096, "bf16")):
+            for capability in DEVICES:
+                config = asdict(pick(64, H))
+                yield (name, dtype, capability, H), (name, dtype, capability, H, "elementwise", config, {})
+
+
 def sequence_jobs():
     def job(name, capability, H, dtype, precision, number, **options):
         config = blocks(H, dtype, precision, number, DEVICES[capability])
@@ -66,7 +76,7 @@ def sequence_jobs():
 
 @pytest.fixture(scope="module")
 def reports():
-    keys, jobs = zip(*elementwise_jobs(), *sequence_jobs(), strict=True)
+    keys, jobs = zip(*elementwise_jobs(), *whole_rows_jobs(), *sequence_jobs(), strict=True)
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_table.py")],
         input=json.dumps(jobs),
@@ -86,6 +96,17 @@ def test_elementwise_kernels_are_small_and_load_wide(reports, key):
     assert report["shared"] == 0
     wide = report["wide"]["128" if key[1] == "fp32" else "64"]
     assert wide >= 4, "the four gates should each be one wide load"
+
+
+@pytest.mark.parametrize("key", [key for key, _ in whole_rows_jobs()], ids=str)
+def test_kernels_of_whole_rows_keep_them_in_registers(reports, key):
+    report, H = reports[key], key[3]
+    assert report["stack"] == report["spills"] == 0
+    # Four columns a thread, eight in the widest rows; sixteen warps have 128 registers a thread.
+    assert report["registers"] <= (72 if H == 512 else 128)
+    assert report["shared"] <= (16 << 10)
+    assert report["loop"] == 0, "nothing is loaded twice"
+    assert report["wide"]["128"] + report["wide"]["64"] >= 15
 
 
 @pytest.mark.parametrize("key", [key for key, _ in sequence_jobs()], ids=str)
