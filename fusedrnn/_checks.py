@@ -52,6 +52,22 @@ def require_chunk(value: Any) -> None:
         raise ValueError(f'`chunk` must be "auto" or a number of timesteps of at least 1, got {value!r}')
 
 
+def require_clip(value: Any) -> None:
+    """Raise ValueError unless `value` is None or a number above 0."""
+    if value is not None and not (_is_number(value) and value > 0):
+        raise ValueError(f"`clip_recurrent_grad` must be None or a number above 0, got {value!r}")
+
+
+def require_zoneout(value: Any) -> None:
+    """Raise ValueError unless `value` is a probability below 1."""
+    if not (_is_number(value) and 0 <= value < 1):
+        raise ValueError(f"`zoneout` must be a probability of at least 0 and below 1, got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def under_autocast(tensor: Tensor) -> bool:
     """Whether autocast is on for the tensor's device, so that dtypes need not agree."""
     device = tensor.device.type

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from fusedrnn import _checks
 from fusedrnn.backends import NAMES, Choice, choose
-from fusedrnn.backends.base import Call, ChunkedBackend, gpu_of, tf32_allowed
+from fusedrnn.backends.base import Call, ChunkedBackend, Variant, gpu_of, tf32_allowed
 from fusedrnn.backends.onednn import OneDNN
+from fusedrnn.backends.zoneout import draw_seeds
 from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
 from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
@@ -34,11 +35,20 @@ class Options:
     chunk: int | str = "auto"
     backend: str = "auto"
     offload: OffloadHooks | None = None
+    clip_recurrent_grad: float | None = None
+    zoneout: float = 0.0
 
     def __post_init__(self) -> None:
         _checks.require_choice("save", self.save, ("auto", *LSTM.modes))
         _checks.require_choice("backend", self.backend, ("auto", *NAMES))
         _checks.require_chunk(self.chunk)
+        _checks.require_clip(self.clip_recurrent_grad)
+        _checks.require_zoneout(self.zoneout)
+
+    def variant(self, cells: bool) -> Variant:
+        """Return how the recurrence departs from the cell's equations; `cells` says whether it returns all c."""
+        clip = self.clip_recurrent_grad
+        return Variant(None if clip is None else float(clip), float(self.zoneout), cells)
 
     def alone(self) -> "Options":
         """Return the options for a part of a sequence, whose buffers do not live long enough to be offloaded."""
@@ -60,7 +70,9 @@ def lstm(
     chunk: int | str = "auto",
     backend: str = "auto",
     offload: bool | OffloadConfig | OffloadHooks = False,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    clip_recurrent_grad: float | None = None,
+    return_cells: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Run one LSTM layer in one direction.
 
     i, f, o = sigmoid(.), g = tanh(.) of W_ih x_t + b_ih + W_hh h_{t-1} + b_hh; c_t = f c_{t-1} + i g;
@@ -80,16 +92,18 @@ def lstm(
         chunk: Timesteps per chunk, or "auto"; see `fusedrnn.LSTM`.
         backend: Who computes it; see `fusedrnn.LSTM`.
         offload: Whether activations may move to the host; see `fusedrnn.LSTM`.
+        clip_recurrent_grad: Bound of the gradients between steps, or None; see `fusedrnn.LSTM`.
+        return_cells: Whether all cell states are returned, too; see `fusedrnn.LSTM.forward`.
 
     Returns:
-        y [T, B, P], and the final states (h [B, P], c [B, H]).
+        y [T, B, P], and the final states (h [B, P], c [B, H]); with `return_cells` also c_t of all steps [T, B, H].
 
     Raises:
         TypeError: If an argument is not a tensor.
         ValueError: If shapes, dtypes or devices do not agree.
         RuntimeError: If no backend can run the call; the message has every backend's reasons.
     """
-    options = Options(save, chunk, backend, offloader("offload", offload))
+    options = Options(save, chunk, backend, offloader("offload", offload), clip_recurrent_grad)
     _check_input(x, "(T, B, I)", 3)
     weights = Weights(weight_ih, weight_hh, bias_ih, bias_hh, weight_hr)
     H, P = _check_weights(x, weights)
@@ -101,10 +115,18 @@ def lstm(
         shapes = (layout.batch, P), (layout.batch, H)
         h0, c0 = check_states(state, LSTM.states, ("(B, P)", "(B, H)"), shapes, x)
         states = h0[None], c0[None]
-    y, (h, c), _ = run_layers(
-        LSTM, x, states, [weights], layout, options, reverse=reverse, resets=check_resets(resets, layout, x)
+    (y, *cells), (h, c), _ = run_layers(
+        LSTM,
+        x,
+        states,
+        [weights],
+        layout,
+        options,
+        reverse=reverse,
+        resets=check_resets(resets, layout, x),
+        cells=return_cells,
     )
-    return y, (h[0], c[0])
+    return (y, (h[0], c[0]), cells[0]) if cells else (y, (h[0], c[0]))
 
 
 def run_layers(
@@ -120,7 +142,9 @@ def run_layers(
     reverse: bool = False,
     resets: Tensor | None = None,
     sums: Mapping[int, Tensor] | None = None,
-) -> tuple[Tensor, States, Choice | None]:
+    training: bool = False,
+    cells: bool = False,
+) -> tuple[States, States, Choice | None]:
     """Run a stack of layers whose arguments have been checked.
 
     Args:
@@ -137,9 +161,11 @@ def run_layers(
         sums: For a part of a sequence: sums of the gradients of weights by id(weight), to which a backend that runs
             chunk by chunk adds, so that autograd gets none from it; the final states stay in the dtype in which they
             are carried.
+        training: Whether zoneout is drawn.
+        cells: Whether the cell states of the last layer are an output, too.
 
     Returns:
-        The output, the final states, and who ran it (None while compiling).
+        The outputs, the final states, and who ran it (None while compiling).
     """
     if torch.compiler.is_compiling() and options.offload is not None:
         from fusedrnn.uncompiled import run_uncompiled
@@ -156,16 +182,21 @@ def run_layers(
             reverse=reverse,
             resets=resets,
             sums=sums,
+            training=training,
+            cells=cells,
         )
     x, states, layers, autocast = _under_autocast(x, states, layers)
     states = initial_states(cell, x, states, layers, layout.batch)
     compiling = torch.compiler.is_compiling()
+    variant = options.variant(cells)
+    seeds = draw_seeds(len(layers), x.device) if training and variant.zoneout else None
     choice = None
     saving: AbstractContextManager[Any] = nullcontext()
     if compiling:
         run_stage = partial(_compiled, cell, options, resets)
     else:
-        call = replace(_describe(cell, x, states, layers, layout, directions), resets=resets is not None)
+        call = _describe(cell, x, states, layers, layout, directions)
+        call = replace(call, resets=resets is not None, variant=variant)
         choice = choose(call, options.backend, options.save, options.chunk)
         offload = (innermost() or options.offload) if call.grad else None
         if call.transformed:
@@ -176,9 +207,10 @@ def run_layers(
     with autocast, saving:
         if choice and isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
             y, states = choice.backend.run_whole(x, states, list(layers), directions, dropout)
+            out: States = (y,)
         else:
-            y, states = _run_stages(x, states, layers, directions, dropout, reverse, run_stage)
-    return y, states if sums is not None else tuple(state.to(x.dtype) for state in states), choice
+            out, states = _run_stages(x, states, layers, directions, dropout, reverse, variant, seeds, run_stage)
+    return out, states if sums is not None else tuple(state.to(x.dtype) for state in states), choice
 
 
 def initial_states(cell: CellSpec, x: Tensor, states: States | None, layers: Sequence[Weights], batch: int) -> States:
@@ -199,8 +231,10 @@ def _run_stages(
     directions: int,
     dropout: float,
     reverse: bool,
-    run_stage: Callable[[list[tuple[Weights, ...]], list[bool], Tensor, States], tuple[Tensor, States]],
-) -> tuple[Tensor, States]:
+    variant: Variant,
+    seeds: Tensor | None,
+    run_stage: Callable[..., tuple[States, States]],
+) -> tuple[States, States]:
     """Run the layers in stages: chunks pass through all layers of a stage before the next chunk starts.
 
     A stage ends where a layer must be complete before the next one starts: between bidirectional layers, and where
@@ -208,17 +242,20 @@ def _run_stages(
     """
     depth = 1 if directions == 2 or dropout else len(layers)
     finals = []
+    out: States = (x,)
     for first in range(0, len(layers), depth * directions):
         last = first + depth * directions
         parts = [tuple(layers[k : k + depth]) for k in range(first, last, depth)]
         reverses = [reverse] if directions == 1 else [False, True]
-        x, after = run_stage(parts, reverses, x, tuple(state[first:last] for state in states))
+        own = variant if last == len(layers) else replace(variant, cells=False)
+        drawn = None if seeds is None else seeds[first:last]
+        out, after = run_stage(parts, reverses, own, drawn, out[0], tuple(state[first:last] for state in states))
         finals.append(after)
         if dropout and last < len(layers):
-            x = F.dropout(x, dropout, training=True)
+            out = (F.dropout(out[0], dropout, training=True),)
     if len(finals) == 1:
-        return x, finals[0]
-    return x, tuple(map(torch.cat, zip(*finals, strict=True)))
+        return out, finals[0]
+    return out, tuple(map(torch.cat, zip(*finals, strict=True)))
 
 
 def _eager(
@@ -230,11 +267,14 @@ def _eager(
     sums: Mapping[int, Tensor] | None,
     parts: list[tuple[Weights, ...]],
     reverses: list[bool],
+    variant: Variant,
+    seeds: Tensor | None,
     x: Tensor,
     states: States,
-) -> tuple[Tensor, States]:
+) -> tuple[States, States]:
     """Run one stage through the autograd function."""
-    plan = Plan(tasks(cell, parts, reverses, layout, choice.save, resets), choice.backend, choice.chunk)
+    made = tasks(cell, parts, reverses, layout, choice.save, resets, variant, seeds)
+    plan = Plan(made, choice.backend, choice.chunk)
     stack: Stack = ResidentStack(x.device)
     if offload is not None and isinstance(choice.backend, ChunkedBackend):
         stack = offload.stack(x.device, plan.expected_bytes(states))
@@ -248,11 +288,14 @@ def _compiled(
     resets: Tensor | None,
     parts: list[tuple[Weights, ...]],
     reverses: list[bool],
+    variant: Variant,
+    seeds: Tensor | None,
     x: Tensor,
     states: States,
-) -> tuple[Tensor, States]:
+) -> tuple[States, States]:
     """Run one stage as an operator of torch.library."""
-    return run_compiled(cell, parts, reverses, resets, x, states, options.backend, options.save, options.chunk)
+    how = options.backend, options.save, options.chunk
+    return run_compiled(cell, parts, reverses, resets, variant, seeds, x, states, *how)
 
 
 def check_states(

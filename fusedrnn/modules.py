@@ -32,12 +32,14 @@ class _Recurrent(nn.RNNBase):
         backend: str = "auto",
         offload: bool | OffloadConfig | OffloadHooks = False,
         swap_memory: bool | OffloadConfig | OffloadHooks = False,
+        clip_recurrent_grad: float | None = None,
+        zoneout: float = 0.0,
         **kwargs: Any,
     ):
         if offload is not False and swap_memory is not False:
             raise ValueError("`offload` and `swap_memory` are two names of one argument, got both: give one of them")
         name, value = ("swap_memory", swap_memory) if offload is False else ("offload", offload)
-        options = Options(save, chunk, backend, offloader(name, value))
+        options = Options(save, chunk, backend, offloader(name, value), clip_recurrent_grad, zoneout)
         super().__init__(*args, **kwargs)
         self.options = options
         self._choice = "it has not run yet"
@@ -60,15 +62,24 @@ class _Recurrent(nn.RNNBase):
         return f"{self._choice}\n{self.offloader.explain()}"
 
     def _run(
-        self, input: Any, states: Any, resets: Any, output: str = "sequence", chunk_loss: ChunkLoss | None = None
-    ) -> tuple[Any, States]:
+        self,
+        input: Any,
+        states: Any,
+        resets: Any,
+        output: str = "sequence",
+        chunk_loss: ChunkLoss | None = None,
+        cells: bool = False,
+    ) -> tuple[list[Any], States]:
         """Run the layers; see `forward`. The states are a tuple, checked here, or None.
 
         Returns:
-            The output, and the final states as a tuple.
+            The output, with `cells` the cell states of the last layer, and the final states as a tuple.
         """
         if is_streamed(input, output, chunk_loss):
-            return run_streamed(self, input, states, resets, output, chunk_loss)
+            if cells:
+                raise ValueError("`return_cells` must be False for a streamed sequence, got True: give the input whole")
+            result, states = run_streamed(self, input, states, resets, output, chunk_loss)
+            return [result], states
         packed = input if isinstance(input, PackedSequence) else None
         x = input.data if isinstance(input, PackedSequence) else input
         layers = self._layers()
@@ -86,7 +97,7 @@ class _Recurrent(nn.RNNBase):
             states = _select(states, None if packed is None else packed.sorted_indices)
         if resets is not None:
             resets = self._check_resets(resets, x, layout, packed is not None, batched)
-        y, states, choice = run_layers(
+        out, states, choice = run_layers(
             self.cell,
             x,
             states,
@@ -96,17 +107,19 @@ class _Recurrent(nn.RNNBase):
             directions=2 if self.bidirectional else 1,
             dropout=self.dropout if self.training and self.num_layers > 1 else 0.0,
             resets=resets,
+            training=self.training,
+            cells=cells,
         )
         if choice is not None:
             self._choice = (
                 f"backend {choice.backend.name!r}, save={choice.save!r}, chunk={choice.chunk}: {choice.reason}"
             )
         if packed is not None:
-            out = PackedSequence(y, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-            return out, _select(states, packed.unsorted_indices)
+            places = packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices
+            return [PackedSequence(rows, *places) for rows in out], _select(states, packed.unsorted_indices)
         if not batched:
-            return y.squeeze(1), tuple(state.squeeze(1) for state in states)
-        return (y.transpose(0, 1) if self.batch_first else y), states
+            return [rows.squeeze(1) for rows in out], tuple(state.squeeze(1) for state in states)
+        return [rows.transpose(0, 1) if self.batch_first else rows for rows in out], states
 
     def stream(
         self,
@@ -207,7 +220,8 @@ class LSTM(_Recurrent, nn.LSTM):
     h_t = o tanh(c_t), or W_hr (o tanh(c_t)) with `proj_size`.
 
     It is a `torch.nn.LSTM`: the same arguments, parameters, initial values from the same seed and `state_dict`, so that
-    checkpoints go both ways. The keywords after these say how it runs, never what it computes.
+    checkpoints go both ways. Of the keywords after these, the last two change what is learned; the others say how it
+    runs, never what it computes.
 
     Args:
         *args: `input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.0, bidirectional=False,
@@ -231,6 +245,13 @@ class LSTM(_Recurrent, nn.LSTM):
             [4H] and `norm_c_l0` [H], ones at first, and `norm_c_bias_l0` [H], zeros; a checkpoint of `torch.nn.LSTM`
             loads with `strict=False`. Without `proj_size`. In this mode "gates" keeps 9H numbers: the products before
             their normalisation, and cell states.
+        clip_recurrent_grad: In the backward pass, the gradients of h and c that pass from a step to the one before it,
+            and from the first step to the initial states, are clipped to between minus and plus this value,
+            elementwise; those that come from outside the layer are not. NaN stays NaN. None clips nothing. A second
+            derivative is that of the clipped gradients.
+        zoneout: Probability with which a unit of h keeps its value in a step while training (Krueger et al. 2016):
+            h_t = m h_{t-1} + (1 - m) h', where h' is the h_t above and m drawn from torch's default generator of the
+            device, anew in each call; in evaluation m is this probability.
         **kwargs: The arguments of `torch.nn.LSTM` by name.
 
     Raises:
@@ -286,10 +307,14 @@ class LSTM(_Recurrent, nn.LSTM):
         input: Tensor | PackedSequence,
         hx: tuple[Tensor, Tensor] | None = None,
         resets: Tensor | None = None,
+        return_cells: bool = False,
         *,
         output: str = "sequence",
         chunk_loss: ChunkLoss | None = None,
-    ) -> tuple[Tensor | PackedSequence, tuple[Tensor, Tensor]]:
+    ) -> (
+        tuple[Tensor | PackedSequence, tuple[Tensor, Tensor]]
+        | tuple[Tensor | PackedSequence, tuple[Tensor, Tensor], Tensor | PackedSequence]
+    ):
         """Run the layers.
 
         With an input that is no tensor, an `output` other than "sequence", or a `chunk_loss`, the sequence is streamed:
@@ -308,6 +333,7 @@ class LSTM(_Recurrent, nn.LSTM):
             resets: bool, shaped as the input without features: true where the states start anew, at zero, before a
                 step, as at the first step of an episode. No gradient passes there, and the pieces are as if run alone:
                 in the reverse direction, too, where a piece starts with its last step.
+            return_cells: Whether the cell states of all steps are returned, too; not of a streamed sequence.
             output: "sequence" for the whole output on the device; "host" for the whole output in host memory; "last"
                 for that of the last step alone, [B, P]. Input and output may each be longer than the device holds,
                 and so may their gradients.
@@ -317,7 +343,9 @@ class LSTM(_Recurrent, nn.LSTM):
 
         Returns:
             The output, shaped as the input with features [directions * P] (or as `output` or `chunk_loss` say), and
-            the final states (h_n, c_n), shaped as `hx`.
+            the final states (h_n, c_n), shaped as `hx`. With `return_cells` also c_t of all steps of the last layer,
+            shaped as the input with features [directions * H]; in the dtype in which c is carried, which is float32 for
+            half-precision layers, since this is the tensor that the backward pass reads, and nothing is kept twice.
 
         Raises:
             TypeError: If an argument is not a tensor.
@@ -329,8 +357,8 @@ class LSTM(_Recurrent, nn.LSTM):
             if not isinstance(hx, (tuple, list)) or len(hx) != 2:
                 raise TypeError(f"`hx` must be a tuple (`h0`, `c0`), got {type(hx).__name__}")
             states = tuple(hx)
-        y, (h, c) = self._run(input, states, resets, output, chunk_loss)
-        return y, (h, c)
+        (y, *cells), (h, c) = self._run(input, states, resets, output, chunk_loss, return_cells)
+        return (y, (h, c), cells[0]) if cells else (y, (h, c))
 
 
 class GRU(_Recurrent, nn.GRU):
@@ -350,6 +378,8 @@ class GRU(_Recurrent, nn.GRU):
         backend: "triton_step", "torch_step" or "reference", or "auto".
         offload: Whether what is saved moves to the host while the device is nearly full.
         swap_memory: TensorFlow's name for `offload`.
+        clip_recurrent_grad: Bound of the gradients between steps, or None.
+        zoneout: Probability with which a unit keeps its value in a step.
         **kwargs: The arguments of `torch.nn.GRU` by name.
 
     Raises:
@@ -366,6 +396,7 @@ class GRU(_Recurrent, nn.GRU):
         input: Tensor | PackedSequence,
         hx: Tensor | None = None,
         resets: Tensor | None = None,
+        return_cells: bool = False,
         *,
         output: str = "sequence",
         chunk_loss: ChunkLoss | None = None,
@@ -376,6 +407,7 @@ class GRU(_Recurrent, nn.GRU):
             input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`.
             hx: Initial state h0 [num_layers * directions, B, H] (without B for one sequence); zeros if not given.
             resets: As for `fusedrnn.LSTM`.
+            return_cells: False; a GRU has no cell states.
             output: As for `fusedrnn.LSTM`.
             chunk_loss: As for `fusedrnn.LSTM`.
 
@@ -387,5 +419,9 @@ class GRU(_Recurrent, nn.GRU):
             ValueError: If shapes, dtypes or devices do not agree.
             RuntimeError: If no backend can run the call; the message has every backend's reasons.
         """
-        y, (h,) = self._run(input, None if hx is None else (hx,), resets, output, chunk_loss)
+        if return_cells:
+            raise ValueError(
+                f"`return_cells` must be False for a GRU, got {return_cells!r}: its output is its only state"
+            )
+        (y,), (h,) = self._run(input, None if hx is None else (hx,), resets, output, chunk_loss)
         return y, h

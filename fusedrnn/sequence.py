@@ -8,7 +8,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Backend, ChunkedBackend, Gradients, RecordingBackend, Task, Workspace
+from fusedrnn.backends.base import (
+    Backend,
+    ChunkedBackend,
+    Gradients,
+    OptionalStates,
+    RecordingBackend,
+    Task,
+    Variant,
+    Workspace,
+)
 from fusedrnn.backends.reference import Reference
 from fusedrnn.backends.rows import aligned
 from fusedrnn.cells import CellSpec, States, Weights, state_dtype
@@ -128,6 +137,8 @@ def tasks(
     layout: SequenceLayout,
     save: str,
     resets: Tensor | None,
+    variant: Variant,
+    seeds: Tensor | None,
 ) -> tuple[Task, ...]:
     """Return a task per direction.
 
@@ -138,20 +149,23 @@ def tasks(
         layout: Where the rows lie.
         save: One of the cell's modes.
         resets: bool [T, B], true where the states start anew before a step, or None.
+        variant: How the recurrence departs from the cell's equations.
+        seeds: int64 [directions * layers], from which zoneout is drawn, or None.
     """
     found = []
-    for layers, reverse in zip(parts, reverses, strict=True):
+    drawn = [None] * len(parts) if seeds is None else seeds.tensor_split(len(parts))
+    for layers, reverse, own_seeds in zip(parts, reverses, drawn, strict=True):
         own = resets
         if own is not None:
             if reverse:
                 # Run backwards, a piece starts with its last step: the one before the next piece's first.
                 own = torch.cat((own[1:], torch.zeros_like(own[:1])))
             own = own.reshape(-1, 1)
-        found.append(Task(cell, layers, layout, reverse, save, own))
+        found.append(Task(cell, layers, layout, reverse, save, own, variant, own_seeds))
     return tuple(found)
 
 
-def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:
+def run(plan: Plan, x: Tensor, states: States) -> tuple[States, States]:
     """Compute the layers of a plan.
 
     Args:
@@ -161,25 +175,28 @@ def run(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States]:
             `state_dtype`.
 
     Returns:
-        The output ([T, B, directions * P] or rows [rows, directions * P]) and the final states.
+        The states over time that are an output ([T, B, directions * width] or rows [rows, directions * width]) and the
+        final states.
     """
     if isinstance(plan.backend, RecordingBackend) and plan.tasks[0].save == "gates":
         return _recorded(plan, plan.backend, x, states)
     flat, present = _flatten(plan)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *states, *flat)):
-        y, *finals = _Sequence.apply(plan, present, len(states), x, *states, *flat)
+        results = _Sequence.apply(plan, present, len(states), x, *states, *flat)
+        out, finals = results[: -len(states)], results[-len(states) :]
     else:
-        y, finals, _ = forward_pass(replace(plan, stack=None), x, states)
-    return y.view(*x.shape[:-1], y.shape[-1]), tuple(finals)
+        out, finals, _ = forward_pass(replace(plan, stack=None), x, states)
+    return tuple(rows.view(*x.shape[:-1], rows.shape[-1]) for rows in out), finals
 
 
-def _recorded(plan: Plan, backend: RecordingBackend, x: Tensor, states: States) -> tuple[Tensor, States]:
+def _recorded(plan: Plan, backend: RecordingBackend, x: Tensor, states: States) -> tuple[States, States]:
     """Run the tasks of a plan for autograd to record."""
     results = [backend.run(task, x, plan.states(index, states)) for index, task in enumerate(plan.tasks)]
     if len(results) == 1:
         return results[0]
     outputs, finals = zip(*results, strict=True)
-    return torch.cat(outputs, -1), tuple(map(torch.cat, zip(*finals, strict=True)))
+    out = tuple(torch.cat(rows, -1) for rows in zip(*outputs, strict=True))
+    return out, tuple(map(torch.cat, zip(*finals, strict=True)))
 
 
 def _flatten(plan: Plan) -> tuple[list[Tensor], list[list[bool]]]:
@@ -194,20 +211,22 @@ def _unflatten(flat: list[Any], present: list[list[bool]]) -> list[list[Any]]:
     return [[next(items) if there else None for there in layer] for layer in present]
 
 
-def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States, list[Handle]]:
+def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[States, States, list[Handle]]:
     """Run the chunks.
 
     Returns:
-        The output rows, the final states, and the handle of what each chunk saved.
+        The rows of the states that are an output, the final states, and the handle of what each chunk saved.
     """
     assert isinstance(plan.backend, ChunkedBackend)
     layout, work = plan.layout, Workspace(x.device)
-    y = x.new_empty(layout.rows, len(plan.tasks) * plan.tasks[0].layers[-1].output_size)
+    out = tuple(
+        state.new_empty(layout.rows, len(plan.tasks) * state.shape[-1]) for state in states[: plan.tasks[0].outputs]
+    )
     after = [plan.states(index, states) for index in range(len(plan.tasks))]
     handles: list[Handle] = []
     for index, chunk in plan.chunks():
         slot, own = _reserve(plan, chunk, after[index]) if plan.stack else (None, None)
-        rows = plan.columns(index, y)[chunk.start : chunk.stop]
+        rows = tuple(plan.columns(index, each)[chunk.start : chunk.stop] for each in out)
         after[index] = plan.backend.forward_chunk(
             plan.tasks[index], chunk, layout.take(x, chunk), after[index], rows, own, work
         )
@@ -215,7 +234,7 @@ def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[Tensor, States,
             # A view of the buffer would count as another user of it.
             own = None
             handles.append(plan.stack.push(slot))
-    return y, after[0] if len(after) == 1 else tuple(map(torch.cat, zip(*after, strict=True))), handles
+    return out, after[0] if len(after) == 1 else tuple(map(torch.cat, zip(*after, strict=True))), handles
 
 
 def _reserve(plan: Plan, chunk: Chunk, states: States) -> tuple[Slot, Tensor]:
@@ -238,36 +257,36 @@ class _Sequence(torch.autograd.Function):
         states, flat = tensors[:n_states], list(tensors[n_states:])
         plan = plan.with_layers(_layers(flat, present))
         assert isinstance(plan.backend, ChunkedBackend) and plan.stack
-        y, finals, handles = forward_pass(plan, x, states)
-        reads_x, reads_y = plan.backend.needs(plan.tasks[0].save, any(ctx.needs_input_grad[4 + n_states :]))
+        out, finals, handles = forward_pass(plan, x, states)
+        reads = plan.backend.needs(plan.tasks[0].save, any(ctx.needs_input_grad[4 + n_states :]))[: 1 + len(out)]
         # Everything that lives until the backward pass goes through autograd, which frees it right after and shows it
         # to saved-tensor hooks; the handles hold no tensors.
         kept = [*states, *flat, *plan.stack.take()]
-        ctx.save_for_backward(*([x] if reads_x else []), *([y] if reads_y else []), *kept)
+        read = [tensor for tensor, needed in zip((x, *out), reads, strict=True) if needed]
+        ctx.save_for_backward(*read, *kept)
         ctx.plan, ctx.handles = plan.with_layers([]), handles
-        ctx.reads, ctx.present, ctx.n_states, ctx.shape = (reads_x, reads_y), present, n_states, x.shape
+        ctx.reads, ctx.present, ctx.n_states, ctx.shape = reads, present, n_states, x.shape
         ctx.set_materialize_grads(False)
-        return y, *finals
+        return *out, *finals
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *dfinals: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
-        x = next(saved) if ctx.reads[0] else None
-        y = next(saved) if ctx.reads[1] else None
+        x, *out = (next(saved) if read else None for read in ctx.reads)
         states = tuple(islice(saved, ctx.n_states))
         flat = list(islice(saved, sum(map(sum, ctx.present))))
         plan = ctx.plan.with_layers(_layers(flat, ctx.present))
-        if dy is not None:
-            dy = dy.view(*ctx.shape[:-1], -1)
+        dout = tuple(None if rows is None else rows.view(*ctx.shape[:-1], -1) for rows in douts[: len(out)])
+        dfinals = douts[len(out) :]
         if torch.is_grad_enabled():
-            grads = _differentiable_backward(ctx, plan, x, states, flat, (dy, *dfinals))
+            grads = _differentiable_backward(ctx, plan, x, states, flat, (*dout, *dfinals))
             return None, None, None, *grads
         needs_x, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4 + ctx.n_states :]
         dx = states[0].new_empty(plan.layout.rows, ctx.shape[-1]) if needs_x else None
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         plan.stack.give(list(saved))
         try:
-            dstates, sums = backward_pass(plan, x, y, states, ctx.handles, dy, dfinals, dx, needs, keep)
+            dstates, sums = backward_pass(plan, x, tuple(out), states, ctx.handles, dout, dfinals, dx, needs, keep)
         finally:
             plan.stack.take()
         return None, None, None, None if dx is None else dx.view(ctx.shape), *dstates, *sums
@@ -280,11 +299,11 @@ def _layers(flat: list[Tensor], present: list[list[bool]]) -> list[Weights]:
 def backward_pass(
     plan: Plan,
     x: Tensor | None,
-    y: Tensor | None,
+    out: OptionalStates,
     states: States,
     handles: list[Handle],
-    dy: Tensor | None,
-    dfinals: tuple[Tensor | None, ...],
+    dout: OptionalStates,
+    dfinals: OptionalStates,
     dx: Tensor | None,
     needs: tuple[bool, ...],
     keep: bool,
@@ -294,10 +313,10 @@ def backward_pass(
     Args:
         plan: As in the forward pass.
         x: Input, or None where it is not read.
-        y: Output rows [rows, directions * P], or None where they are not read.
+        out: Rows of the states that are an output [rows, directions * width], each None where not read.
         states: The initial states.
         handles: What each chunk pushed.
-        dy: Gradient of the output, shaped as it, or None for zero.
+        dout: Gradients of the outputs, [T, B, directions * width] or rows, each None for zero.
         dfinals: Gradients of the final states, each None for zero.
         dx: Where the gradient of the input goes, rows [rows, I], or None where it needs none.
         needs: For each weight that is there, whether it needs a gradient.
@@ -329,10 +348,10 @@ def backward_pass(
                 plan.tasks[index],
                 chunk,
                 _take(layout, x, chunk),
-                None if y is None else plan.columns(index, y)[chunk.start : chunk.stop],
+                tuple(None if t is None else plan.columns(index, t)[chunk.start : chunk.stop] for t in out),
                 entered,
                 own,
-                None if dy is None else _adjacent(layout.take(plan.columns(index, dy), chunk)),
+                tuple(None if t is None else _adjacent(layout.take(plan.columns(index, t), chunk)) for t in dout),
                 after[index],
                 Gradients(
                     layers=layers[index * depth : (index + 1) * depth],
@@ -368,7 +387,7 @@ def _differentiable_backward(
     x: Tensor | None,
     states: States,
     flat: list[Tensor],
-    douts: tuple[Tensor | None, ...],
+    douts: OptionalStates,
 ) -> list[Tensor | None]:
     """Compute the gradients by recorded operations, so that they can be differentiated again.
 
@@ -384,9 +403,9 @@ def _differentiable_backward(
     inputs = [tensor.view_as(tensor) for tensor in (x, *states, *flat)]
     n = 1 + ctx.n_states
     plan = plan.with_layers(_layers(inputs[n:], ctx.present))
-    y, finals = _recorded(plan, Reference(), inputs[0], tuple(inputs[1:n]))
-    pairs = [(out, dout) for out, dout in zip((y, *finals), douts, strict=True) if dout is not None]
+    out, finals = _recorded(plan, Reference(), inputs[0], tuple(inputs[1:n]))
+    pairs = [(each, given) for each, given in zip((*out, *finals), douts, strict=True) if given is not None]
     wanted = [tensor for tensor, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True) if needed]
-    outputs, given = zip(*pairs, strict=True)
-    results = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True, allow_unused=True))
+    outputs, grads = zip(*pairs, strict=True)
+    results = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
     return [next(results) if needed else None for needed in ctx.needs_input_grad[3:]]

@@ -232,10 +232,10 @@ KERNELS = {
         "_recompute_kernel",
         element=("pre_ptr",),
         float32=("c0_ptr", "c_ptr"),
-        integers=_ROWS,
+        integers={**_ROWS, "resets_ptr": "*u8"},
         sizes=_CHUNK,
         multiples=("H", "stride_pre_n", "stride_c0_n", "stride_c_n"),
-        constants={"SCAN": True, "PACKED": False},
+        constants={"SCAN": True, "PACKED": False, "RESETS": False},
     ),
     "GRU step forward": Kernel(
         "gru_step",
@@ -293,11 +293,11 @@ KERNELS = {
         "lstm_sequence_backward",
         "_sequence_backward_kernel",
         element=("whh_ptr", "dy_ptr", "gates_ptr", "dh_ptr", "share_ptr"),
-        float32=("c0_ptr", "c_ptr", "dc_ptr"),
+        float32=("c0_ptr", "c_ptr", "dcells_ptr", "dc_ptr"),
         integers={**_ROWS, "resets_ptr": "*u8", "barrier_ptr": "*i32"},
         sizes=_CHUNK,
-        multiples=tuple(f"stride_{name}_n" for name in ("gates", "c", "c0", "dy", "dh", "dc")),
-        constants={"HAS_DY": True, "PACKED": False, "RESETS": False},
+        multiples=tuple(f"stride_{name}_n" for name in ("gates", "c", "c0", "dy", "dcells", "dh", "dc")),
+        constants={"HAS_DY": True, "HAS_DCELLS": False, "CLIP": None, "PACKED": False, "RESETS": False},
     ),
 }
 

@@ -13,6 +13,12 @@ def tanh(x):
 
 
 @triton.jit
+def clip(x, BOUND: tl.constexpr):
+    # By comparison, so that NaN stays NaN.
+    return tl.where(x > BOUND, BOUND, tl.where(x < -BOUND, -BOUND, x))
+
+
+@triton.jit
 def sigmoid(x):
     e = tl.exp(-tl.abs(x))
     return tl.where(x < 0.0, e, 1.0) / (1.0 + e)

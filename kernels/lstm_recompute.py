@@ -4,6 +4,7 @@ With every h known, the pre-activations of all steps of a chunk come from large 
 i, f, o = sigmoid(pre), g = tanh(pre), and a scan that no program shares with another: c_k = f_k c_{k-1} + i_k g_k.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +20,7 @@ def _recompute_kernel(
     c0_ptr,  # [B, H] float32; not read unless SCAN
     offsets_ptr,  # [K] int64, first row of each step; not read unless PACKED
     batches_ptr,  # [K] int32, rows of each step; not read unless PACKED
+    resets_ptr,  # [rows] uint8, 1 where c starts anew before the row; not read unless RESETS
     # outputs
     c_ptr,  # [rows, H] float32; not written unless SCAN
     # sizes
@@ -34,6 +36,7 @@ def _recompute_kernel(
     # constants
     SCAN: tl.constexpr,
     PACKED: tl.constexpr,
+    RESETS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -64,6 +67,9 @@ def _recompute_kernel(
         tl.store(pre + 2 * H, g.to(element), mask=mask)
         tl.store(pre + 3 * H, o.to(element), mask=mask)
         if SCAN:
+            if RESETS:
+                anew = tl.load(resets_ptr + row, mask=offs_b < B, other=0)
+                c = tl.where((anew != 0)[:, None], 0.0, c)
             # A row that is not active keeps its state, which matters where it joins later.
             c = tl.where(active, f * c + i * g, c)
             tl.store(c_ptr + row[:, None] * stride_c_n + offs_h[None, :], c, mask=mask)
@@ -78,6 +84,7 @@ def lstm_recompute(
     row_step: int = 0,
     offsets: Tensor | None = None,
     batches: Tensor | None = None,
+    resets: Tensor | None = None,
 ) -> None:
     """Turn the pre-activations of a chunk into gates, and write its cell states.
 
@@ -93,6 +100,7 @@ def lstm_recompute(
         row_step: Rows from one step to the next, negative where time runs backwards (dense).
         offsets: First row of each step [K], int64, on the device (packed).
         batches: Rows of each step [K], int32, on the device (packed).
+        resets: bool [rows, 1], true where no c passes to a row from the one before, or None. Dense rows only.
     """
     B, H = c0.shape
     config = Config.pick(B, H)
@@ -104,6 +112,7 @@ def lstm_recompute(
         c0,
         pre if offsets is None else offsets,
         pre if batches is None else batches,
+        pre if resets is None else resets.view(torch.uint8),
         c,
         K,
         B,
@@ -115,6 +124,7 @@ def lstm_recompute(
         c.stride(0),
         SCAN=True,
         PACKED=offsets is not None,
+        RESETS=resets is not None,
         BLOCK_B=config.block_b,
         BLOCK_H=config.block_h,
         num_warps=config.num_warps,
@@ -138,6 +148,7 @@ def lstm_activate(pre: Tensor) -> None:
         pre,
         pre,
         pre,
+        pre,
         1,
         rows,
         H,
@@ -148,6 +159,7 @@ def lstm_activate(pre: Tensor) -> None:
         0,
         SCAN=False,
         PACKED=False,
+        RESETS=False,
         BLOCK_B=config.block_b,
         BLOCK_H=config.block_h,
         num_warps=config.num_warps,

@@ -2,7 +2,7 @@
 
 From the last step to the first, with dh the gradient of h through output and recurrence: dc += dh o (1 - tanh(c)^2);
 the gradients of the pre-activations are dc g i (1 - i), dc c_prev f (1 - f), dc i (1 - g^2), dh tanh(c) o (1 - o); then
-dc = dc f and dh = dgates W_hh.
+dc = dc f and dh = dgates W_hh, both clipped where a bound is given, are those of the step before.
 
 A program owns BLOCK_H columns of one batch block, and keeps its dh and dc and the rows of W_hh of its own gates for the
 whole chunk. Its gate gradients times those rows are a share of the dh of every column; the programs of a batch block
@@ -18,13 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedrnn.kernels._launch import launch
+from fusedrnn.kernels._math import clip as clipped
 from fusedrnn.kernels._math import tanh
 from fusedrnn.kernels._sequence import Config, Rows, arrive, product, wait_for, zeros
 
 
 @triton.jit
-def _add_shares(dh, at, share_size, rows, columns, HIDDEN_BLOCKS: tl.constexpr):
-    """Return dh with the sums of all programs' shares in `rows`, and as it is in others.
+def _add_shares(dh, at, share_size, rows, columns, HIDDEN_BLOCKS: tl.constexpr, CLIP: tl.constexpr):
+    """Return dh with the sums of all programs' shares in `rows`, clipped, and as it is in others.
 
     Sixteen loads are on their way at a time: more of them take more registers than there are.
     """
@@ -34,6 +35,8 @@ def _add_shares(dh, at, share_size, rows, columns, HIDDEN_BLOCKS: tl.constexpr):
             mask = rows & columns & (first + block < HIDDEN_BLOCKS)
             share = tl.load(at + (first + block) * share_size, mask=mask, other=0.0, cache_modifier=".cg")
             total += share.to(tl.float32)
+    if CLIP is not None:
+        total = clipped(total, CLIP)
     return tl.where(rows, total, dh)
 
 
@@ -44,6 +47,7 @@ def _sequence_backward_kernel(
     c0_ptr,  # [B, H] float32
     c_ptr,  # [rows, H] float32
     dy_ptr,  # [rows, H] gradient through the output; not read unless HAS_DY
+    dcells_ptr,  # [rows, H] float32, gradient of c from outside; not read unless HAS_DCELLS
     offsets_ptr,  # [K] int64, first row of each step; not read unless PACKED
     batches_ptr,  # [K] int32, rows of each step; not read unless PACKED
     resets_ptr,  # [rows] uint8, 1 where the states start anew before the row; not read unless RESETS
@@ -63,11 +67,14 @@ def _sequence_backward_kernel(
     stride_c_n,
     stride_c0_n,
     stride_dy_n,
+    stride_dcells_n,
     stride_dh_n,
     stride_dc_n,
     # constants
     H: tl.constexpr,
     HAS_DY: tl.constexpr,
+    HAS_DCELLS: tl.constexpr,
+    CLIP: tl.constexpr,
     PACKED: tl.constexpr,
     RESETS: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -102,6 +109,7 @@ def _sequence_backward_kernel(
     c_at = tile * stride_c_n + local_h[None, :]
     c0_at = tile * stride_c0_n + local_h[None, :]
     dy_at = tile * stride_dy_n + local_h[None, :]
+    dcells_at = tile * stride_dcells_n + local_h[None, :]
     share_at = tile * H + local_n[None, :]
     sum_at = tile * H + local_h[None, :]
     share_size = (zero64 + B) * H
@@ -111,7 +119,7 @@ def _sequence_backward_kernel(
     dc = tl.load(dc_at, mask=batch & columns, other=0.0)
     after = batch & (local_b < 0)[:, None]  # the rows that have shares of dh from the step after this one
     if RESETS:
-        anew = after  # the rows that started anew in the step after this one
+        anew_after = after  # the rows that started anew in the step after this one
     for reverse in tl.range(0, K, num_stages=1):
         k = K - 1 - reverse
         not_first = (local_b * 0 + k > 0)[:, None]
@@ -126,6 +134,11 @@ def _sequence_backward_kernel(
             active = batch
             row_before = row - row_step
             follows = active & not_first
+        linked = active
+        if RESETS:
+            anew = (tl.load(resets_ptr + row + local_b, mask=first_b + local_b < B, other=0) != 0)[:, None]
+            linked = active & (anew == 0)
+            follows = follows & linked
         mask = active & columns
         own = gates_ptr + row * stride_gates_n + first_h
         i = tl.load(own + gates_at, mask=mask, other=0.0)
@@ -134,20 +147,26 @@ def _sequence_backward_kernel(
         o = tl.load(own + 3 * H + gates_at, mask=mask, other=0.0)
         c = tl.load(c_ptr + row * stride_c_n + first_h + c_at, mask=mask, other=0.0)
         c_prev = tl.load(c_ptr + row_before * stride_c_n + first_h + c_at, mask=follows & columns, other=0.0)
-        c_prev0 = tl.load(c0_ptr + first_b * stride_c0_n + first_h + c0_at, mask=mask & (follows == 0), other=0.0)
+        c_prev0 = tl.load(
+            c0_ptr + first_b * stride_c0_n + first_h + c0_at, mask=linked & columns & (follows == 0), other=0.0
+        )
         if HAS_DY:
             dy = tl.load(dy_ptr + row * stride_dy_n + first_h + dy_at, mask=mask, other=0.0)
+        if HAS_DCELLS:
+            dcells = tl.load(dcells_ptr + row * stride_dcells_n + first_h + dcells_at, mask=mask, other=0.0)
         wait_for(barrier_ptr + pid_b, reverse * HIDDEN_BLOCKS)
         shares = share_ptr + ((reverse + 1) % 2) * HIDDEN_BLOCKS * share_size + first_b * H
-        dh = _add_shares(dh, shares + first_h + sum_at, share_size, after, columns, HIDDEN_BLOCKS)
+        dh = _add_shares(dh, shares + first_h + sum_at, share_size, after, columns, HIDDEN_BLOCKS, CLIP)
         if RESETS:
-            dh = tl.where(anew, 0.0, dh)
+            dh = tl.where(anew_after, 0.0, dh)
         total = dh
         if HAS_DY:
             total += dy.to(tl.float32)
         i, f, g, o = i.to(tl.float32), f.to(tl.float32), g.to(tl.float32), o.to(tl.float32)
         c_prev += c_prev0
         tanh_c = tanh(c)
+        if HAS_DCELLS:
+            dc += dcells
         dc_total = dc + total * o * (1.0 - tanh_c * tanh_c)
         d_i = (dc_total * g * i * (1.0 - i)).to(element)
         d_f = (dc_total * c_prev * f * (1.0 - f)).to(element)
@@ -157,7 +176,12 @@ def _sequence_backward_kernel(
         tl.store(own + H + gates_at, d_f, mask=mask)
         tl.store(own + 2 * H + gates_at, d_g, mask=mask)
         tl.store(own + 3 * H + gates_at, d_o, mask=mask)
-        dc = tl.where(active, dc_total * f, dc)
+        dc_prev = dc_total * f
+        if CLIP is not None:
+            dc_prev = clipped(dc_prev, CLIP)
+        if RESETS:
+            dc_prev = tl.where(anew, 0.0, dc_prev)
+        dc = tl.where(active, dc_prev, dc)
         share = share_ptr + ((reverse % 2) * HIDDEN_BLOCKS + tl.program_id(1)) * share_size + first_b * H
         for part in tl.static_range(BLOCKS_N):
             acc = zeros(BLOCK_B, BLOCK_N, SWAP)
@@ -172,13 +196,12 @@ def _sequence_backward_kernel(
         arrive(barrier_ptr + pid_b)
         after = active
         if RESETS:
-            reset = tl.load(resets_ptr + row + local_b, mask=first_b + local_b < B, other=0)
-            anew = (reset != 0)[:, None]
+            anew_after = anew
     wait_for(barrier_ptr + pid_b, K * HIDDEN_BLOCKS)
     shares = share_ptr + ((K + 1) % 2) * HIDDEN_BLOCKS * share_size + first_b * H
-    dh = _add_shares(dh, shares + first_h + sum_at, share_size, after, columns, HIDDEN_BLOCKS)
+    dh = _add_shares(dh, shares + first_h + sum_at, share_size, after, columns, HIDDEN_BLOCKS, CLIP)
     if RESETS:
-        dh = tl.where(anew, 0.0, dh)
+        dh = tl.where(anew_after, 0.0, dh)
     tl.store(dh_at, dh.to(dh_ptr.dtype.element_ty), mask=batch & columns)
     tl.store(dc_at, dc, mask=batch & columns)
 
@@ -195,6 +218,8 @@ def lstm_sequence_backward(
     config: Config,
     precision: str = "ieee",
     resets: Tensor | None = None,
+    dcells: Tensor | None = None,
+    clip: float | None = None,
 ) -> None:
     """Run the steps of a chunk backwards in one launch.
 
@@ -210,6 +235,8 @@ def lstm_sequence_backward(
         config: Blocks, from `Config.pick`.
         precision: "ieee", "tf32" or "tf32x3" for float32 products.
         resets: As for `lstm_sequence_forward`.
+        dcells: Gradient of the cell states from outside [rows, H], float32, or None for zero.
+        clip: Bound of the gradients that pass from a step to the one before it, or None.
     """
     B, H = c0.shape
     grid = config.grid(B, H)
@@ -223,6 +250,7 @@ def lstm_sequence_backward(
         c0,
         c,
         dc if dy is None else dy,
+        dc if dcells is None else dcells,
         *rows.pointers(gates),
         gates if resets is None else resets.view(torch.uint8),
         gates,
@@ -238,10 +266,13 @@ def lstm_sequence_backward(
         c.stride(0),
         c0.stride(0),
         0 if dy is None else dy.stride(0),
+        0 if dcells is None else dcells.stride(0),
         dh.stride(0),
         dc.stride(0),
         H=H,
         HAS_DY=dy is not None,
+        HAS_DCELLS=dcells is not None,
+        CLIP=clip,
         PACKED=rows.offsets is not None,
         RESETS=resets is not None,
         BLOCK_B=config.block_b,

@@ -128,6 +128,8 @@ def _sequence_forward_kernel(
         h_f, h_o = tl.split(odd)
         i, f = sigmoid(x_i.to(tl.float32) + h_i), sigmoid(x_f.to(tl.float32) + h_f)
         g, o = tanh(x_g.to(tl.float32) + h_g), sigmoid(x_o.to(tl.float32) + h_o)
+        if RESETS:
+            c = tl.where(follows, c, 0.0)
         # A row that is not active keeps its states.
         c = tl.where(active, f * c + i * g, c)
         h_own = tl.where(active, (o * tanh(c)).to(element), h_own)
@@ -170,8 +172,7 @@ def lstm_sequence_forward(
         config: Blocks, from `Config.pick`.
         store_gates: Whether the gates are kept.
         precision: "ieee", "tf32" or "tf32x3" for float32 products.
-        resets: bool [rows, 1], true where no h passes to a row from the one before, or None; c is then stopped by an
-            input projection of -inf for the forget gate. Dense rows only.
+        resets: bool [rows, 1], true where no state passes to a row from the one before, or None. Dense rows only.
 
     Returns:
         The outputs [B, H] and the cell states [B, H] after the chunk.

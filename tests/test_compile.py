@@ -8,8 +8,9 @@ import fusedrnn
 from fusedrnn.cells import Weights
 from fusedrnn.testing import assert_close, results, twin
 
-PLAIN = [name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") for name in Weights._fields]
+WEIGHTS = [name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") for name in Weights._fields]
 """Which weights a layer without projection has."""
+PLAIN = (None, 0.0, False)  # clip, zoneout, cells
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,7 @@ def test_a_graph_without_gradients_keeps_nothing():
         assert_close(torch.compile(net, fullgraph=True, backend="aot_eager")(x)[0], net(x)[0], "y")
         weights = list(net.rnn.parameters())
         states = [torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)]
-        options = (None, "lstm", PLAIN, [False], "torch_step", "gates", 2, False)
+        options = (None, None, "lstm", WEIGHTS, [False], *PLAIN, "torch_step", "gates", 2, False)
         assert len(torch.ops.fusedrnn.layers(x, states, weights, *options)) == 3
 
 
@@ -90,13 +91,14 @@ def test_export():
 
 @pytest.mark.parametrize("save", ["gates", "cells", "hidden"])
 @pytest.mark.parametrize("reverses", [[False], [False, True]], ids=["two layers", "both directions"])
-def test_operator_passes_opcheck(save, reverses):
+@pytest.mark.parametrize("variant", [PLAIN, (0.1, 0.2, True)], ids=["plain", "varied"])
+def test_operator_passes_opcheck(save, reverses, variant):
     # Sizes at which a buffer has no padding between its parts: opcheck compares every byte of two runs.
     module = fusedrnn.LSTM(3, 8, 2 // len(reverses), bidirectional=len(reverses) == 2)
     weights = [weight.detach().requires_grad_() for weight in module.parameters()]
     states = [torch.randn(2, 8, 8, requires_grad=True) for _ in range(2)]
     x = torch.randn(4, 8, 3, requires_grad=True)
-    options = (None, "lstm", PLAIN * 2, reverses, "torch_step", save, 2, True)
+    options = (None, None, "lstm", WEIGHTS * 2, reverses, *variant, "torch_step", save, 2, True)
     torch.library.opcheck(torch.ops.fusedrnn.layers.default, (x, states, weights, *options))
 
 

@@ -8,10 +8,34 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedrnn.cells import LSTM, CellSpec, States, Weights
+from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
 from fusedrnn.kernels import _device
 from fusedrnn.kernels._device import DeviceInfo
 from fusedrnn.layout import Chunk, SequenceLayout
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a recurrence departs from the cell's equations. Hashable.
+
+    Args:
+        clip: Bound of the gradients that pass from a step to the one before it, or None.
+        zoneout: Probability with which a unit of h keeps its value in a step.
+        cells: Whether the cell states of the last layer are an output, too.
+    """
+
+    clip: float | None = None
+    zoneout: float = 0.0
+    cells: bool = False
+
+    def __str__(self) -> str:
+        """Describe it in the words of the arguments, "" for the plain recurrence."""
+        words = [] if self.clip is None else [f"clip_recurrent_grad={self.clip:g}"]
+        words += [f"zoneout={self.zoneout:g}"] if self.zoneout else []
+        return ", ".join([*words, *(["return_cells"] if self.cells else [])])
+
+
+PLAIN = Variant()
 
 
 @dataclass(frozen=True)
@@ -37,6 +61,7 @@ class Call:
         recorded: Whether autograd can record operations, which it cannot inside an operator of torch.library.
         cell: What each layer computes.
         resets: Whether states start anew within the sequences.
+        variant: How the recurrence departs from the cell's equations.
     """
 
     T: int
@@ -57,10 +82,13 @@ class Call:
     recorded: bool = True
     cell: CellSpec = LSTM
     resets: bool = False
+    variant: Variant = PLAIN
 
     def step_bytes(self, save: str) -> int:
-        """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own output."""
+        """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own outputs."""
         inner = (self.layers - 1) * self.P * self.dtype.itemsize
+        if self.variant.cells and save != "hidden":
+            inner -= self.H * state_dtype(self.dtype).itemsize
         return self.B * self.directions * (self.layers * self.H * self.cell.saved_bytes(save, self.dtype) + inner)
 
     def __str__(self) -> str:
@@ -78,6 +106,7 @@ class Call:
             + (", bidirectional" if self.directions > 1 else "")
             + (", packed" if self.packed else "")
             + (", resets" if self.resets else "")
+            + (f", {self.variant}" if self.variant != PLAIN else "")
         )
 
 
@@ -121,6 +150,8 @@ class Task:
         reverse: Whether time runs backwards.
         save: One of the cell's modes.
         resets: bool [rows, 1], true where the states start anew, at zero, before the row; None where they nowhere do.
+        variant: How the recurrence departs from the cell's equations.
+        seeds: int64 [layers], from which zoneout is drawn; None where it is not drawn, as in evaluation.
     """
 
     cell: CellSpec
@@ -129,6 +160,13 @@ class Task:
     reverse: bool = False
     save: str = "gates"
     resets: Tensor | None = None
+    variant: Variant = PLAIN
+    seeds: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Number of states whose rows are an output, the first ones."""
+        return 2 if self.variant.cells else 1
 
 
 @dataclass
@@ -147,6 +185,9 @@ class Gradients:
     add: bool
 
 
+OptionalStates = tuple[Tensor | None, ...]
+
+
 class Backend:
     """One way to compute the layers."""
 
@@ -162,8 +203,17 @@ class Backend:
 class RecordingBackend(Backend):
     """A backend whose pass autograd records by itself; nothing of it is cut into chunks."""
 
-    def run(self, task: Task, x: Tensor, states: States) -> tuple[Tensor, States]:
-        """Compute the whole sequence: x [T, B, I] or rows [rows, I], states [layers, B, ...] -> (y, states)."""
+    def run(self, task: Task, x: Tensor, states: States) -> tuple[States, States]:
+        """Compute the whole sequence.
+
+        Args:
+            task: The layers.
+            x: Input [T, B, I] or rows [rows, I].
+            states: Initial states, each [layers, B, ...].
+
+        Returns:
+            The last layer's states over time, those that are an output, and the final states.
+        """
         raise NotImplementedError
 
 
@@ -179,7 +229,7 @@ class ChunkedBackend(Backend):
         raise NotImplementedError
 
     def forward_chunk(
-        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, out: States, slot: Tensor | None, work: Workspace
     ) -> States:
         """Compute one chunk.
 
@@ -188,7 +238,7 @@ class ChunkedBackend(Backend):
             chunk: Which steps.
             x: Input rows [rows, I].
             states: States before the chunk, each [layers, B, ...].
-            y: Output rows [rows, P], to be written.
+            out: Rows of the last layer's states that are an output, [rows, P] and so on, to be written.
             slot: uint8 [slot_bytes], to be filled with what `backward_chunk` needs; None where no backward pass
                 follows.
             work: Scratch buffers.
@@ -203,10 +253,10 @@ class ChunkedBackend(Backend):
         task: Task,
         chunk: Chunk,
         x: Tensor | None,
-        y: Tensor | None,
+        out: OptionalStates,
         states: States,
         slot: Tensor,
-        dy: Tensor | None,
+        dout: OptionalStates,
         dstates: States,
         grads: Gradients,
         keep: bool,
@@ -218,10 +268,10 @@ class ChunkedBackend(Backend):
             task: As in the forward pass.
             chunk: Which steps.
             x: Input rows [rows, I]; None where `needs` said that they are not read.
-            y: Output rows [rows, P]; None where not read.
+            out: Output rows as in the forward pass, each None where not read.
             states: States before the chunk.
             slot: uint8 [slot_bytes], as `forward_chunk` filled it.
-            dy: Gradient of y [rows, P], columns adjacent, or None for zero.
+            dout: Gradients of `out`, columns adjacent, each None for zero.
             dstates: Gradients of the states after the chunk, which may be overwritten.
             grads: Where the results go.
             keep: Whether the graph is kept for another backward pass, so that the slot may not be changed.
@@ -232,8 +282,8 @@ class ChunkedBackend(Backend):
         """
         raise NotImplementedError
 
-    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
-        """Return whether the backward pass reads (x, y) again."""
+    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, ...]:
+        """Return whether the backward pass reads x and the rows of each state that may be an output again."""
         raise NotImplementedError
 
 

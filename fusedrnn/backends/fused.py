@@ -5,7 +5,8 @@ into activated gates in place and writes h and c. Backward: gates are taken from
 product, since every h is known), the recurrence turns them into gradients of the pre-activations in place, and every
 other gradient is a product over the whole chunk, summed in float32.
 
-`save` says what a slot holds per row beyond the output: "gates" the gates and c, "cells" c, "hidden" nothing.
+`save` says what a slot holds per row beyond the output: "gates" the gates and c, "cells" c, "hidden" nothing. Where the
+last layer's c is an output itself, no slot holds it.
 """
 
 from dataclasses import dataclass
@@ -14,28 +15,34 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace
+from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, OptionalStates, Task, Workspace
 from fusedrnn.backends.rows import Field, add_product, chunk_steps, find, lay_out, linked, project
+from fusedrnn.backends.zoneout import held_units
 from fusedrnn.cells import LSTM, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
 
 
 @dataclass
 class LayerBuffers:
-    """The tensors of one layer in one chunk, all of them rows.
+    """What one layer in one chunk works on; the tensors are rows.
 
     Args:
         gates: [rows, 4H]: input projection, then activated gates, then gradients of the pre-activations.
         c: [rows, H]: cell states, or None where nobody reads them again.
         h: [rows, P]: outputs.
-        resets: bool [rows, 1], true where the states start anew before the row, or None. There the forget gate is 0
-            already, so that only h has to be looked after.
+        resets: bool [rows, 1], true where the states start anew before the row, or None.
+        held: Which outputs keep their values, see `held_units`; None without zoneout.
+        dcells: [rows, H]: gradients of c from outside, columns adjacent; None for zero.
+        clip: Bound of the gradients that pass from a step to the one before it, or None.
     """
 
     gates: Tensor
     c: Tensor | None
     h: Tensor
     resets: Tensor | None = None
+    held: Tensor | float | None = None
+    dcells: Tensor | None = None
+    clip: float | None = None
 
 
 class FusedBackend(ChunkedBackend):
@@ -91,20 +98,20 @@ class FusedBackend(ChunkedBackend):
         """See `ChunkedBackend.chunk_steps`."""
         return chunk_steps(call)
 
-    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
+    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, ...]:
         """See `ChunkedBackend.needs`."""
         again = save != "gates" or weights_need_grad
-        return again, again
+        return again, again, True
 
     def forward_chunk(
-        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, out: States, slot: Tensor | None, work: Workspace
     ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
         fields = _fields(task, chunk.rows, x.dtype)
         finals = []
         for index, weights in enumerate(task.layers):
-            buffers = _buffers(task, index, chunk, fields, slot, y, x.dtype, work)
-            _project(x, weights, buffers)
+            buffers = _buffers(task, index, chunk, fields, slot, out, x.dtype, work)
+            _project(x, weights, buffers.gates)
             finals.append(
                 self.recurrence_forward(
                     weights,
@@ -125,10 +132,10 @@ class FusedBackend(ChunkedBackend):
         task: Task,
         chunk: Chunk,
         x: Tensor | None,
-        y: Tensor | None,
+        out: OptionalStates,
         states: States,
         slot: Tensor,
-        dy: Tensor | None,
+        dout: OptionalStates,
         dstates: States,
         grads: Gradients,
         keep: bool,
@@ -138,15 +145,18 @@ class FusedBackend(ChunkedBackend):
         dtype = states[0].dtype
         fields = _fields(task, chunk.rows, dtype)
         dh, dc = dstates
+        dy, *dcells = dout
         for index in reversed(range(len(task.layers))):
             weights, sums = task.layers[index], grads.layers[index]
-            buffers = _buffers(task, index, chunk, fields, slot, y, dtype, work)
+            given = _given_cells(task, index)
+            buffers = _buffers(task, index, chunk, fields, slot, out, dtype, work)
+            buffers.dcells = dcells[0] if given else None
             below = x if index == 0 else find(fields, "h", index - 1, slot)
             h0, c0 = states[0][index], states[1][index]
             if task.save != "gates":
                 assert below is not None
                 self._pre_activations(weights, buffers, below, h0, chunk.steps)
-                self.recompute(buffers, c0, chunk.steps, cells_known=task.save == "cells")
+                self.recompute(buffers, c0, chunk.steps, cells_known=given or task.save == "cells")
             elif keep:
                 buffers.gates = work.get("dgates", tuple(buffers.gates.shape), dtype).copy_(buffers.gates)
             unprojected = _unprojected(buffers, work) if weights.weight_hr is not None else None
@@ -167,18 +177,23 @@ class FusedBackend(ChunkedBackend):
         self, weights: Weights, buffers: LayerBuffers, below: Tensor, h0: Tensor, steps: Steps
     ) -> None:
         """Compute the chunk's pre-activations again, with every h known."""
-        _project(below, weights, buffers)
+        _project(below, weights, buffers.gates)
         for start, stop, h_prev in linked(steps, buffers.h, h0, buffers.resets):
             buffers.gates[start:stop].addmm_(h_prev, weights.weight_hh.t())
 
 
+def _given_cells(task: Task, index: int) -> bool:
+    """Whether a layer's cell states are an output."""
+    return task.variant.cells and index + 1 == len(task.layers)
+
+
 def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
-    """Lay out a slot: per layer the gates, c, and the output where it is not the user's."""
+    """Lay out a slot: per layer the gates, and c and h where they are not the user's."""
     wanted = []
     for index, weights in enumerate(task.layers):
         if task.save == "gates":
             wanted.append(("gates", index, 4 * weights.hidden_size, dtype))
-        if task.save != "hidden":
+        if task.save != "hidden" and not _given_cells(task, index):
             wanted.append(("c", index, weights.hidden_size, state_dtype(dtype)))
         if index + 1 < len(task.layers):
             wanted.append(("h", index, weights.output_size, dtype))
@@ -191,30 +206,29 @@ def _buffers(
     chunk: Chunk,
     fields: list[Field],
     slot: Tensor | None,
-    y: Tensor | None,
+    out: OptionalStates,
     dtype: torch.dtype,
     work: Workspace,
 ) -> LayerBuffers:
-    """Collect a layer's tensors: from the slot where they are saved, else scratch; the last layer's output is y."""
+    """Collect a layer's tensors: from the slot where they are saved, else scratch; the last layer's are the outputs."""
     H, P, rows = task.layers[index].hidden_size, task.layers[index].output_size, chunk.rows
     gates = find(fields, "gates", index, slot)
-    c = find(fields, "c", index, slot)
-    h = y if index + 1 == len(task.layers) else find(fields, "h", index, slot)
+    c = out[1] if _given_cells(task, index) else find(fields, "c", index, slot)
+    h = out[0] if index + 1 == len(task.layers) else find(fields, "h", index, slot)
     return LayerBuffers(
         work.get("gates", (rows, 4 * H), dtype) if gates is None else gates,
         work.get("c", (rows, H), state_dtype(dtype)) if c is None else c,
         work.get(f"h{index % 2}", (rows, P), dtype) if h is None else h,
         None if task.resets is None else task.resets[chunk.start : chunk.stop],
+        held_units(task, index, chunk.start, chunk.stop),
+        clip=task.variant.clip,
     )
 
 
-def _project(x: Tensor, weights: Weights, buffers: LayerBuffers) -> None:
-    """Write the input projection with both biases to `buffers.gates`, and close the forget gate at resets."""
+def _project(x: Tensor, weights: Weights, gates: Tensor) -> None:
+    """Write the input projection with both biases to `gates`."""
     bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
-    project(x, weights.weight_ih, bias, buffers.gates)
-    if buffers.resets is not None:
-        forget = buffers.gates.view(len(buffers.gates), 4, -1)[:, 1]
-        forget.masked_fill_(buffers.resets, -torch.inf)
+    project(x, weights.weight_ih, bias, gates)
 
 
 def _unprojected(buffers: LayerBuffers, work: Workspace) -> Tensor:

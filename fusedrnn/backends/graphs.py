@@ -8,7 +8,8 @@ the chunk is launched step by step.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from typing import Protocol
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ _MOST_STEP_BYTES = 1 << 20
 """Bytes of gates per step up to which a step is taken to be shorter than its two launches (about 6 microseconds of
 host time). By arithmetic, not measured: 1 MiB of gates is 0.7 microseconds of memory traffic at 4 TB/s."""
 _MOST_GRAPHS = 16
+Buffers = TypeVar("Buffers")
 
 
 class Graph(Protocol):
@@ -88,6 +90,25 @@ class GraphCache:
         _copy(own, tensors)
         graph.replay()
         _copy(results, own)
+
+
+def tensors_of(buffers: Any) -> dict[str, Tensor]:
+    """Return the tensors among the fields of a dataclass by name."""
+    return {name: value for name, value in _values(buffers).items() if isinstance(value, Tensor)}
+
+
+def constants_of(buffers: Any) -> tuple[Hashable, ...]:
+    """Return the other fields, on which launches may depend."""
+    return tuple(None if isinstance(value, Tensor) else value for value in _values(buffers).values())
+
+
+def over(buffers: Buffers, tensors: Mapping[str, Tensor]) -> Buffers:
+    """Return the dataclass with other tensors in the fields of these names."""
+    return replace(buffers, **{name: tensors[name] for name in _values(buffers) if name in tensors})  # type: ignore
+
+
+def _values(buffers: Any) -> dict[str, Any]:
+    return {field.name: getattr(buffers, field.name) for field in fields(buffers)}
 
 
 def _copy(into: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:

@@ -10,12 +10,12 @@ and dh_prev = dh z + (dr, dz, dhn) W_hh. The gradients of input and weights are 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace, plain_call
+from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, OptionalStates, Task, Workspace, plain_call
 from fusedrnn.backends.rows import (
     Field,
     add_product,
@@ -25,28 +25,34 @@ from fusedrnn.backends.rows import (
     find,
     lay_out,
     linked,
+    pass_back_,
     previous,
     project,
 )
+from fusedrnn.backends.zoneout import held_units, hold, of_rows, split
 from fusedrnn.cells import GRU, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
 
 
 @dataclass
 class GRUBuffers:
-    """The tensors of one layer in one chunk, all of them rows.
+    """What one layer in one chunk works on; the tensors are rows.
 
     Args:
         gates: [rows, 3H]: input projection, then r, z, n, then the gradients of the input projection.
         hn: [rows, H]: recurrent product of n with its bias, then its gradient.
         h: [rows, H]: outputs.
         resets: bool [rows, 1], true where the state starts anew before the row, or None.
+        held: Which outputs keep their values, see `held_units`; None without zoneout.
+        clip: Bound of the gradients that pass from a step to the one before it, or None.
     """
 
     gates: Tensor
     hn: Tensor
     h: Tensor
     resets: Tensor | None = None
+    held: Tensor | float | None = None
+    clip: float | None = None
 
 
 class GRUBackend(ChunkedBackend):
@@ -72,7 +78,12 @@ class GRUBackend(ChunkedBackend):
         """Write r, z, n over `pre` and the recurrent product of n to `hn`, as `step_forward` does, for any rows."""
         raise NotImplementedError
 
-    def step_backward(self, gates: Tensor, hn: Tensor, h_prev: Tensor, dy: Tensor | None, dh: Tensor) -> None:
+    def begin_backward(self, buffers: GRUBuffers, h0: Tensor, steps: Steps) -> Any:
+        """Prepare a chunk's backward pass; the result is handed to every `step_backward`."""
+
+    def step_backward(
+        self, prepared: Any, buffers: GRUBuffers, rows: slice, h_prev: Tensor, dy: Tensor | None, dh: Tensor
+    ) -> None:
         """Turn one step's gates and hn into gradients, and dh [n, H] into dh z, all in place; dh includes no dy yet."""
         raise NotImplementedError
 
@@ -91,55 +102,65 @@ class GRUBackend(ChunkedBackend):
         """See `ChunkedBackend.chunk_steps`."""
         return chunk_steps(call)
 
-    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
+    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, ...]:
         """See `ChunkedBackend.needs`: dz needs h_prev, whatever is saved."""
         return save != "gates" or weights_need_grad, True
 
     def forward_chunk(
-        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, out: States, slot: Tensor | None, work: Workspace
     ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
         fields = _fields(task, chunk.rows, x.dtype)
         after = []
         for index, weights in enumerate(task.layers):
-            buffers = _buffers(task, index, chunk, fields, slot, y, x.dtype, work)
+            buffers = _buffers(task, index, chunk, fields, slot, out[0], x.dtype, work)
             project(x, weights.weight_ih, weights.bias_ih, buffers.gates)
+            h0 = states[0][index]
             store = slot is not None and task.save == "gates"
-            h0, before, n_before = states[0][index], 0, 0
-            for offset, n in chunk.steps.spans():
-                rows = slice(offset, offset + n)
-                h_prev = previous(buffers.h, h0, before, n_before, n)
-                h_prev = anew(h_prev, buffers.resets, offset, offset + n)
-                hproj = work.get("hproj", (n, 3 * weights.hidden_size), x.dtype)
-                project(h_prev, weights.weight_hh, weights.bias_hh, hproj)
-                hn = buffers.hn[rows] if store else None
-                self.step_forward(buffers.gates[rows], hproj, h_prev, buffers.h[rows], hn)
-                before, n_before = offset, n
+            self.launch_forward(weights, buffers, h0, chunk.steps, store, work)
             after.append(finals(buffers.h, h0, chunk.steps))
             x = buffers.h
         return (torch.stack(after),)
+
+    def launch_forward(
+        self, weights: Weights, buffers: GRUBuffers, h0: Tensor, steps: Steps, store: bool, work: Workspace
+    ) -> None:
+        """Run the steps of the forward pass over the chunk's buffers, and keep gates and hn if `store`."""
+        before, n_before = 0, 0
+        for offset, n in steps.spans():
+            rows = slice(offset, offset + n)
+            h_prev = previous(buffers.h, h0, before, n_before, n)
+            h_prev = anew(h_prev, buffers.resets, offset, offset + n)
+            hproj = work.get("hproj", (n, 3 * weights.hidden_size), h0.dtype)
+            project(h_prev, weights.weight_hh, weights.bias_hh, hproj)
+            h = buffers.h[rows]
+            self.step_forward(buffers.gates[rows], hproj, h_prev, h, buffers.hn[rows] if store else None)
+            held = of_rows(buffers.held, rows)
+            if held is not None:
+                h.copy_(hold(h, h_prev, held))
+            before, n_before = offset, n
 
     def backward_chunk(
         self,
         task: Task,
         chunk: Chunk,
         x: Tensor | None,
-        y: Tensor | None,
+        out: OptionalStates,
         states: States,
         slot: Tensor,
-        dy: Tensor | None,
+        dout: OptionalStates,
         dstates: States,
         grads: Gradients,
         keep: bool,
         work: Workspace,
     ) -> States:
         """See `ChunkedBackend.backward_chunk`."""
-        (dh,) = dstates
+        (dh,), (dy,) = dstates, dout
         dtype = dh.dtype
         fields = _fields(task, chunk.rows, dtype)
         for index in reversed(range(len(task.layers))):
             weights = task.layers[index]
-            buffers = _buffers(task, index, chunk, fields, slot, y, dtype, work)
+            buffers = _buffers(task, index, chunk, fields, slot, out[0], dtype, work)
             below = x if index == 0 else find(fields, "h", index - 1, slot)
             h0 = states[0][index]
             if task.save != "gates":
@@ -167,6 +188,7 @@ class GRUBackend(ChunkedBackend):
         """Run the steps backwards: turn gates and hn into their gradients and dh into that before the chunk."""
         H = weights.hidden_size
         weight_rz, weight_n = weights.weight_hh[: 2 * H], weights.weight_hh[2 * H :]
+        prepared = self.begin_backward(buffers, h0, steps)
         spans = list(steps.spans())
         for index in reversed(range(len(spans))):
             offset, n = spans[index]
@@ -174,11 +196,25 @@ class GRUBackend(ChunkedBackend):
             rows = slice(offset, offset + n)
             h_prev = previous(buffers.h, h0, before, n_before, n)
             h_prev = anew(h_prev, buffers.resets, offset, offset + n)
-            gates, hn = buffers.gates[rows], buffers.hn[rows]
-            self.step_backward(gates, hn, h_prev, None if dy is None else dy[rows], dh[:n])
-            dh[:n].addmm_(gates[:, : 2 * H], weight_rz).addmm_(hn, weight_n)
-            if buffers.resets is not None:
-                dh[:n].masked_fill_(buffers.resets[rows], 0)
+            dy_step, dh_step, passed = None if dy is None else dy[rows], dh[:n], None
+            held = of_rows(buffers.held, rows)
+            if held is not None:
+                own, passed = split(dh_step if dy_step is None else dh_step + dy_step, held)
+                dy_step = None
+                dh_step.copy_(own)
+            self.step_backward(prepared, buffers, rows, h_prev, dy_step, dh_step)
+            dh_step.addmm_(buffers.gates[rows, : 2 * H], weight_rz).addmm_(buffers.hn[rows], weight_n)
+            if passed is not None:
+                dh_step.add_(passed)
+            pass_back_(dh_step, buffers.resets, buffers.clip, rows)
+
+
+class _Factors(NamedTuple):
+    """What turns dh into the gradients of a step."""
+
+    by_h: Tensor  # [rows, H] z
+    gates: Tensor  # [rows, 3, H] d pre / dh, in float32 or wider
+    by_hn: Tensor  # [rows, H] d hn / dh, likewise
 
 
 class GRUTorchStep(GRUBackend):
@@ -204,10 +240,8 @@ class GRUTorchStep(GRUBackend):
         if wide != pre.dtype:
             pre.copy_(gates.view(rows, 3 * H))
 
-    def recurrence_backward(
-        self, weights: Weights, buffers: GRUBuffers, h0: Tensor, dy: Tensor | None, dh: Tensor, steps: Steps
-    ) -> None:
-        """See `GRUBackend.recurrence_backward`: all gradients of a step are dh times what is known beforehand."""
+    def begin_backward(self, buffers: GRUBuffers, h0: Tensor, steps: Steps) -> _Factors:
+        """See `GRUBackend.begin_backward`: all gradients of a step are dh times what is known beforehand."""
         rows, H = buffers.hn.shape
         wide = state_dtype(buffers.hn.dtype)
         factors, by_hn = buffers.gates.view(rows, 3, H).to(wide), buffers.hn.to(wide)
@@ -221,21 +255,20 @@ class GRUTorchStep(GRUBackend):
         reset = by_n * r
         torch.mul(reset, 1 - r, out=r).mul_(by_hn)
         by_hn.copy_(reset)
-        weight_rz, weight_n = weights.weight_hh[: 2 * H], weights.weight_hh[2 * H :]
-        for offset, count in reversed(list(steps.spans())):
-            at = slice(offset, offset + count)
-            carried = dh[:count]
-            total = carried if dy is None else carried + dy[at]
-            total = total.to(wide)
-            factors[at].mul_(total[:, None])
-            by_hn[at].mul_(total)
-            if wide != buffers.hn.dtype:
-                buffers.gates[at] = factors[at].view(count, 3 * H)
-                buffers.hn[at] = by_hn[at]
-            carried.copy_(by_h[at].mul_(total))
-            carried.addmm_(buffers.gates[at, : 2 * H], weight_rz).addmm_(buffers.hn[at], weight_n)
-            if buffers.resets is not None:
-                carried.masked_fill_(buffers.resets[at], 0)
+        return _Factors(by_h, factors, by_hn)
+
+    def step_backward(
+        self, prepared: _Factors, buffers: GRUBuffers, rows: slice, h_prev: Tensor, dy: Tensor | None, dh: Tensor
+    ) -> None:
+        """See `GRUBackend.step_backward`."""
+        by_h, dgates, dhn = (factor[rows] for factor in prepared)
+        total = (dh if dy is None else dh + dy).to(by_h.dtype)
+        dgates.mul_(total[:, None])
+        dhn.mul_(total)
+        if dhn.dtype != buffers.hn.dtype:
+            buffers.gates[rows] = dgates.flatten(1)
+            buffers.hn[rows] = dhn
+        dh.copy_(by_h.mul_(total))
 
 
 def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
@@ -268,6 +301,8 @@ def _buffers(
         work.get("hn", (rows, H), dtype) if hn is None else hn,
         work.get(f"h{index % 2}", (rows, H), dtype) if h is None else h,
         None if task.resets is None else task.resets[chunk.start : chunk.stop],
+        held_units(task, index, chunk.start, chunk.stop),
+        task.variant.clip,
     )
 
 

@@ -17,13 +17,13 @@ pre-activations to hproj. The gradients of xproj and of all parameters are compu
 products take less than gates and products would, and gates of half precision stay unrounded. A slot is only read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, Task, Workspace, plain_call
+from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, OptionalStates, Task, Workspace, plain_call
 from fusedrnn.backends.fused import LayerBuffers
 from fusedrnn.backends.rows import (
     Field,
@@ -34,6 +34,7 @@ from fusedrnn.backends.rows import (
     find,
     lay_out,
     linked,
+    pass_back_,
     previous,
     project,
 )
@@ -118,6 +119,7 @@ class LayerNormBuffers:
         c: [rows, H]: cell states.
         h: [rows, H]: outputs.
         resets: bool [rows, 1], true where the states start anew before the row, or None.
+        clip: Bound of the gradients that pass from a step to the one before it, or None.
     """
 
     xproj: Tensor
@@ -125,6 +127,7 @@ class LayerNormBuffers:
     c: Tensor
     h: Tensor
     resets: Tensor | None = None
+    clip: float | None = None
 
 
 @dataclass
@@ -137,6 +140,7 @@ class StepBuffers:
         c: Cell states.
         da: [rows, H]: receives the gradients of what the output's tanh is taken of.
         dhproj: [rows, 4H], in the layer's dtype: receives the gradients of the recurrent products.
+        resets: As in `LayerNormBuffers`.
     """
 
     gates: Tensor
@@ -144,6 +148,7 @@ class StepBuffers:
     c: Normalized
     da: Tensor
     dhproj: Tensor
+    resets: Tensor | None
 
 
 class LayerNormBackend(ChunkedBackend):
@@ -191,7 +196,8 @@ class LayerNormBackend(ChunkedBackend):
 
     def refusals(self, call: Call) -> list[str]:
         """See `Backend.refusals`."""
-        return plain_call(call)
+        varied = replace(call.variant, clip=None)
+        return plain_call(call) + ([f"with layer_norm it has no {varied}"] if str(varied) else [])
 
     def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
         """See `ChunkedBackend.slot_bytes`."""
@@ -202,19 +208,19 @@ class LayerNormBackend(ChunkedBackend):
         """See `ChunkedBackend.chunk_steps`."""
         return chunk_steps(call)
 
-    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
+    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, ...]:
         """See `ChunkedBackend.needs`."""
         again = save != "gates" or weights_need_grad
         return again, again
 
     def forward_chunk(
-        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, out: States, slot: Tensor | None, work: Workspace
     ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
         fields = _fields(task, chunk.rows, x.dtype)
         after = []
         for index, weights in enumerate(task.layers):
-            buffers, norms = _buffers(task, index, chunk, fields, slot, y, x.dtype, work), Norms.of(weights)
+            buffers, norms = _buffers(task, index, chunk, fields, slot, out[0], x.dtype, work), Norms.of(weights)
             project(x, weights.weight_ih, None, buffers.xproj)
             pre, _ = _input_part(buffers, norms)
             h0, c0, before, n_before = states[0][index], states[1][index], 0, 0
@@ -227,7 +233,7 @@ class LayerNormBackend(ChunkedBackend):
                     else buffers.hproj[rows]
                 )
                 project(anew(h_prev, buffers.resets, offset, offset + n), weights.weight_hh, None, hproj)
-                c_prev = previous(buffers.c, c0, before, n_before, n)
+                c_prev = anew(previous(buffers.c, c0, before, n_before, n), buffers.resets, offset, offset + n)
                 self.step_forward(pre[rows], hproj, norms, c_prev, buffers.h[rows], buffers.c[rows])
                 before, n_before = offset, n
             after.append((finals(buffers.h, h0, chunk.steps), finals(buffers.c, c0, chunk.steps)))
@@ -240,22 +246,22 @@ class LayerNormBackend(ChunkedBackend):
         task: Task,
         chunk: Chunk,
         x: Tensor | None,
-        y: Tensor | None,
+        out: OptionalStates,
         states: States,
         slot: Tensor,
-        dy: Tensor | None,
+        dout: OptionalStates,
         dstates: States,
         grads: Gradients,
         keep: bool,
         work: Workspace,
     ) -> States:
         """See `ChunkedBackend.backward_chunk`."""
-        dh, dc = dstates
+        (dh, dc), (dy,) = dstates, dout
         dtype = dh.dtype
         fields = _fields(task, chunk.rows, dtype)
         for index in reversed(range(len(task.layers))):
             weights, norms = task.layers[index], Norms.of(task.layers[index])
-            buffers = _buffers(task, index, chunk, fields, slot, y, dtype, work)
+            buffers = _buffers(task, index, chunk, fields, slot, out[0], dtype, work)
             below = x if index == 0 else find(fields, "h", index - 1, slot)
             h0, c0 = states[0][index], states[1][index]
             if buffers.hproj is None:
@@ -268,11 +274,16 @@ class LayerNormBackend(ChunkedBackend):
             recurrent, hproj = normalize(buffers.hproj, norms.hh)
             gates.add_(recurrent)
             self.recompute(
-                LayerBuffers(gates, buffers.c, buffers.h), c0, chunk.steps, cells_known=task.save != "hidden"
+                LayerBuffers(gates, buffers.c, buffers.h, buffers.resets),
+                c0,
+                chunk.steps,
+                cells_known=task.save != "hidden",
             )
             c = normalize(buffers.c, norms.c, norms.c_bias)[1]
             dhproj = work.get("dhproj", tuple(gates.shape), dtype)
-            inner = StepBuffers(gates, hproj, c, work.get("da", tuple(c.raw.shape), c.raw.dtype), dhproj)
+            inner = StepBuffers(
+                gates, hproj, c, work.get("da", tuple(c.raw.shape), c.raw.dtype), dhproj, buffers.resets
+            )
             self._steps_backward(weights, norms, buffers, inner, c0, dy, dh[index], dc[index], chunk.steps)
             dxproj = xproj.backward(gates).to(dtype)
             _add_products(grads.layers[index], buffers, inner, xproj, dxproj, below, h0, chunk.steps)
@@ -302,12 +313,12 @@ class LayerNormBackend(ChunkedBackend):
             offset, n = spans[index]
             before, n_before = spans[index - 1] if index else (0, 0)
             rows = slice(offset, offset + n)
-            c_prev = previous(buffers.c, c0, before, n_before, n)
+            c_prev = anew(previous(buffers.c, c0, before, n_before, n), buffers.resets, offset, offset + n)
             dy_step = None if dy is None else dy[rows]
             self.step_backward(prepared, inner, norms, rows, c_prev, dy_step, dh[:n], dc[:n])
             torch.mm(inner.dhproj[rows], weights.weight_hh, out=dh[:n])
-            if buffers.resets is not None:
-                dh[:n].masked_fill_(buffers.resets[rows], 0)
+            for gradient in (dh[:n], dc[:n]):
+                pass_back_(gradient, buffers.resets, buffers.clip, rows)
 
 
 def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
@@ -344,15 +355,13 @@ def _buffers(
         work.get("c", (rows, H), state_dtype(dtype)) if c is None else c,
         work.get(f"h{index % 2}", (rows, H), dtype) if h is None else h,
         None if task.resets is None else task.resets[chunk.start : chunk.stop],
+        task.variant.clip,
     )
 
 
 def _input_part(buffers: LayerNormBuffers, norms: Norms) -> tuple[Tensor, Normalized]:
-    """Return the input's part of the pre-activations, with the forget gate closed at resets."""
-    pre, xproj = normalize(buffers.xproj, norms.ih, norms.bias)
-    if buffers.resets is not None:
-        pre.view(len(pre), 4, -1)[:, 1].masked_fill_(buffers.resets, -torch.inf)
-    return pre, xproj
+    """Return the input's part of the pre-activations."""
+    return normalize(buffers.xproj, norms.ih, norms.bias)
 
 
 def _add_products(

@@ -43,7 +43,7 @@ class LayerNormTorchStep(LayerNormBackend):
         factors = _Factors(tanh_a.square().neg_().add_(1).mul_(o), f.clone())
         o.mul_(1 - o).mul_(tanh_a)
         f.mul_(1 - f)
-        for start, stop, c_prev in linked(steps, buffers.c.raw, c0, None):
+        for start, stop, c_prev in linked(steps, buffers.c.raw, c0, buffers.resets):
             f[start:stop].mul_(c_prev)
         by_g = g.square().neg_().add_(1).mul_(i)
         i.mul_(1 - i).mul_(g)

@@ -13,6 +13,7 @@ from fusedrnn.backends.base import (
     Call,
     ChunkedBackend,
     Gradients,
+    OptionalStates,
     RecordingBackend,
     Task,
     Workspace,
@@ -48,13 +49,20 @@ class OneDNN(RecordingBackend, ChunkedBackend):
             reasons.append(RECORDS)
         if call.resets:
             reasons.append("torch's operator knows no resets")
+        if call.variant.clip is not None:
+            reasons.append("torch's operator does not clip gradients between steps")
+        if call.variant.zoneout:
+            reasons.append("torch's operator has no zoneout")
+        if call.variant.cells:
+            reasons.append("torch's operator returns no cell states but the last")
         if call.packed:
             reasons.append("oneDNN takes no packed sequences")
         return reasons
 
-    def run(self, task: Task, x: Tensor, states: States) -> tuple[Tensor, States]:
+    def run(self, task: Task, x: Tensor, states: States) -> tuple[States, States]:
         """Compute the whole sequence; see `RecordingBackend.run`."""
-        return _operator(task, x, states, record=torch.is_grad_enabled())
+        y, after = _operator(task, x, states, record=torch.is_grad_enabled())
+        return (y,), after
 
     def run_whole(
         self, x: Tensor, states: States, layers: list[Weights], directions: int, dropout: float
@@ -88,16 +96,16 @@ class OneDNN(RecordingBackend, ChunkedBackend):
         steps = min(max(_WORKSPACE_BYTES // max(step, 1), _LEAST_STEPS), _MOST_STEPS)
         return 1 << (steps.bit_length() - 1)
 
-    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, bool]:
+    def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, ...]:
         """See `ChunkedBackend.needs`."""
         return True, False
 
     def forward_chunk(
-        self, task: Task, chunk: Chunk, x: Tensor, states: States, y: Tensor, slot: Tensor | None, work: Workspace
+        self, task: Task, chunk: Chunk, x: Tensor, states: States, out: States, slot: Tensor | None, work: Workspace
     ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
-        out, states = _operator(task, x.view(len(chunk.steps), -1, x.shape[-1]), states, record=False)
-        y.copy_(out.view_as(y))
+        y, states = _operator(task, x.view(len(chunk.steps), -1, x.shape[-1]), states, record=False)
+        out[0].copy_(y.view_as(out[0]))
         return states
 
     def backward_chunk(
@@ -105,10 +113,10 @@ class OneDNN(RecordingBackend, ChunkedBackend):
         task: Task,
         chunk: Chunk,
         x: Tensor | None,
-        y: Tensor | None,
+        out: OptionalStates,
         states: States,
         slot: Tensor,
-        dy: Tensor | None,
+        dout: OptionalStates,
         dstates: States,
         grads: Gradients,
         keep: bool,
@@ -132,11 +140,11 @@ class OneDNN(RecordingBackend, ChunkedBackend):
                 if leaf is not None and total is not None
             ]
         with torch.enable_grad():
-            out, after = _operator(Task(task.cell, tuple(layers), task.layout, task.reverse), x, states, record=True)
+            y, after = _operator(Task(task.cell, tuple(layers), task.layout, task.reverse), x, states, record=True)
         outputs, douts = [*after], [*dstates]
-        if dy is not None:
-            outputs.append(out)
-            douts.append(dy.view_as(out))
+        if dout[0] is not None:
+            outputs.append(y)
+            douts.append(dout[0].view_as(y))
         wanted = [*states, *(leaf for leaf, _ in sums), *([x] if grads.dx is not None else [])]
         results = torch.autograd.grad(outputs, wanted, douts)
         if grads.dx is not None:

@@ -76,6 +76,14 @@ def anew(states: Tensor, resets: Tensor | None, start: int, stop: int) -> Tensor
     return states if resets is None else states.masked_fill(resets[start:stop], 0)
 
 
+def pass_back_(gradient: Tensor, resets: Tensor | None, clip: float | None, rows: slice) -> None:
+    """Turn the gradient [n, ...] of what the rows follow into that of the step before, in place."""
+    if resets is not None:
+        gradient.masked_fill_(resets[rows], 0)
+    if clip is not None:
+        gradient.clamp_(-clip, clip)
+
+
 def finals(rows: Tensor, initial: Tensor, steps: Steps) -> Tensor:
     """Return the states after the chunk, a tensor of its own."""
     after = initial.clone()

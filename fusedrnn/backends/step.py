@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Workspace
 from fusedrnn.backends.fused import FusedBackend, LayerBuffers
-from fusedrnn.backends.rows import anew, finals, previous
+from fusedrnn.backends.rows import anew, finals, pass_back_, previous
+from fusedrnn.backends.zoneout import hold, of_rows, split
 from fusedrnn.cells import Weights
 from fusedrnn.layout import Steps
 
@@ -67,12 +68,18 @@ class StepBackend(FusedBackend):
         for offset, n in steps.spans():
             rows = slice(offset, offset + n)
             pre, y, c = buffers.gates[rows], buffers.h[rows], buffers.c[rows]
-            h_prev = previous(buffers.h, h0, before, n_before, n)
-            pre.addmm_(anew(h_prev, buffers.resets, offset, offset + n), hh)
+            h_prev, c_prev = (
+                anew(previous(state, initial, before, n_before, n), buffers.resets, offset, offset + n)
+                for state, initial in ((buffers.h, h0), (buffers.c, c0))
+            )
+            pre.addmm_(h_prev, hh)
             h = y if hr is None else work.get("h", tuple(c.shape), y.dtype)
-            self.step_forward(pre, previous(buffers.c, c0, before, n_before, n), h, c, store)
+            self.step_forward(pre, c_prev, h, c, store)
             if hr is not None:
                 torch.mm(h, hr, out=y)
+            held = of_rows(buffers.held, rows)
+            if held is not None:
+                y.copy_(hold(y, h_prev, held))
             before, n_before = offset, n
 
     def recurrence_backward(
@@ -95,12 +102,20 @@ class StepBackend(FusedBackend):
             offset, n = spans[index]
             before, n_before = spans[index - 1] if index else (0, 0)
             rows = slice(offset, offset + n)
-            c_prev = previous(buffers.c, c0, before, n_before, n)
-            dy_step, dh_step = None if dy is None else dy[rows], dh[:n]
+            c_prev = anew(previous(buffers.c, c0, before, n_before, n), buffers.resets, offset, offset + n)
+            dy_step, dh_step, dc_step, passed = None if dy is None else dy[rows], dh[:n], dc[:n], None
+            held = of_rows(buffers.held, rows)
+            if held is not None:
+                total = dh_step if dy_step is None else dh_step + dy_step
+                (dh_step, passed), dy_step = split(total, held), None
             if dproj is not None and weights.weight_hr is not None:
                 torch.add(dh_step, 0 if dy_step is None else dy_step, out=dproj[rows])
                 dy_step, dh_step = None, torch.mm(dproj[rows], weights.weight_hr)
-            self.step_backward(prepared, buffers, rows, c_prev, dy_step, dh_step, dc[:n])
+            if buffers.dcells is not None:
+                dc_step.add_(buffers.dcells[rows])
+            self.step_backward(prepared, buffers, rows, c_prev, dy_step, dh_step, dc_step)
             torch.mm(buffers.gates[rows], weights.weight_hh, out=dh[:n])
-            if buffers.resets is not None:
-                dh[:n].masked_fill_(buffers.resets[rows], 0)
+            if passed is not None:
+                dh[:n].add_(passed)
+            for gradient in (dh[:n], dc_step):
+                pass_back_(gradient, buffers.resets, buffers.clip, rows)

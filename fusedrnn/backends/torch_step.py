@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Call, Workspace, plain_call
 from fusedrnn.backends.fused import LayerBuffers
-from fusedrnn.backends.rows import linked
+from fusedrnn.backends.rows import anew, linked, previous
 from fusedrnn.backends.step import StepBackend
 from fusedrnn.layout import Steps
 
@@ -55,10 +55,8 @@ class TorchStep(StepBackend):
             torch.mul(i, g, out=buffers.c)
             before, n_before = 0, 0
             for offset, n in steps.spans():
-                c, forget = buffers.c[offset : offset + n], f[offset : offset + n]
-                shared = min(n, n_before)
-                c[:shared].addcmul_(forget[:shared], buffers.c[before : before + shared])
-                c[shared:].addcmul_(forget[shared:], c0[shared:n])
+                c_prev = anew(previous(buffers.c, c0, before, n_before, n), buffers.resets, offset, offset + n)
+                buffers.c[offset : offset + n].addcmul_(f[offset : offset + n], c_prev)
                 before, n_before = offset, n
         if work is not buffers.gates:
             buffers.gates.copy_(work)
@@ -79,7 +77,7 @@ class TorchStep(StepBackend):
         one = work.get("one", (rows, H), c.dtype)
         torch.mul(o, torch.sub(1, o, out=one), out=o).mul_(tanh_c)
         torch.mul(f, torch.sub(1, f, out=one), out=f)
-        for start, stop, c_prev in linked(steps, c, c0, None):
+        for start, stop, c_prev in linked(steps, c, c0, buffers.resets):
             f[start:stop].mul_(c_prev)
         ig = torch.mul(i, g, out=tanh_c)
         torch.mul(g, g, out=one).neg_().add_(1).mul_(i)

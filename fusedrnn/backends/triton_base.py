@@ -53,7 +53,9 @@ class TritonBackend(FusedBackend):
         if cells_known:
             lstm_activate(buffers.gates)
         elif steps.row_step is not None:
-            lstm_recompute(buffers.gates, c0, buffers.c, len(steps), steps.offsets[0], steps.row_step)
+            lstm_recompute(
+                buffers.gates, c0, buffers.c, len(steps), steps.offsets[0], steps.row_step, resets=buffers.resets
+            )
         else:
             offsets, batches = row_tensors(steps, buffers.gates.device)
             lstm_recompute(buffers.gates, c0, buffers.c, len(steps), offsets=offsets, batches=batches)

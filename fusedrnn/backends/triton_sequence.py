@@ -26,6 +26,8 @@ class TritonSequence(TritonBackend):
         reasons = super().refusals(call)
         if call.P != call.H:
             reasons.append("its kernels have no projection (proj_size)")
+        if call.variant.zoneout:
+            reasons.append("its kernels have no zoneout")
         if reasons:
             return reasons
         if call.gpu is None:
@@ -90,6 +92,8 @@ class TritonSequence(TritonBackend):
             config,
             precision=precision,
             resets=buffers.resets,
+            dcells=buffers.dcells,
+            clip=buffers.clip,
         )
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Workspace
 from fusedrnn.backends.fused import LayerBuffers
-from fusedrnn.backends.graphs import GraphCache
+from fusedrnn.backends.graphs import GraphCache, constants_of, over, tensors_of
 from fusedrnn.backends.step import StepBackend
 from fusedrnn.backends.triton_base import TritonBackend
 from fusedrnn.cells import Weights
@@ -44,13 +44,13 @@ class TritonStep(TritonBackend, StepBackend):
         launch = super().launch_forward
 
         def body(t: Mapping[str, Tensor]) -> None:
-            own = LayerBuffers(t["gates"], t["c"], t["h"], t.get("resets"))
-            launch(weights._replace(weight_hh=t["weight_hh"]), own, t["h0"], t["c0"], steps, store, work)
+            recurrent = weights._replace(weight_hh=t["weight_hh"])
+            launch(recurrent, over(buffers, t), t["h0"], t["c0"], steps, store, work)
 
-        rows = {"gates": buffers.gates, "c": buffers.c, "h": buffers.h}
-        inputs = {"weight_hh": weights.weight_hh, "h0": h0, "c0": c0} | _resets(buffers)
-        results = rows if store else {"c": buffers.c, "h": buffers.h}
-        self.graphs.run(("forward", len(steps), steps.row_step, store), body, rows | inputs, results)
+        tensors = tensors_of(buffers) | {"weight_hh": weights.weight_hh, "h0": h0, "c0": c0}
+        results = {"c": buffers.c, "h": buffers.h} | ({"gates": buffers.gates} if store else {})
+        key = "forward", len(steps), steps.row_step, store, constants_of(buffers)
+        self.graphs.run(key, body, tensors, results)
 
     def recurrence_backward(
         self,
@@ -69,17 +69,17 @@ class TritonStep(TritonBackend, StepBackend):
         if not self._replayed(weights, buffers, steps):
             launch(weights, buffers, c0, dy, dh, dc, dproj, steps, work)
             return
-        assert buffers.c is not None
 
         def body(t: Mapping[str, Tensor]) -> None:
-            own = LayerBuffers(t["gates"], t["c"], buffers.h, t.get("resets"))
             recurrent = weights._replace(weight_hh=t["weight_hh"])
-            launch(recurrent, own, t["c0"], t.get("dy"), t["dh"], t["dc"], None, steps, work)
+            launch(recurrent, over(buffers, t), t["c0"], t.get("dy"), t["dh"], t["dc"], None, steps, work)
 
         results = {"gates": buffers.gates, "dh": dh, "dc": dc}
-        inputs = {"c": buffers.c, "weight_hh": weights.weight_hh, "c0": c0} | _resets(buffers)
-        inputs |= {} if dy is None else {"dy": dy}
-        self.graphs.run(("backward", len(steps), steps.row_step), body, results | inputs, results)
+        tensors = tensors_of(buffers) | results | {"weight_hh": weights.weight_hh, "c0": c0}
+        tensors |= {} if dy is None else {"dy": dy}
+        del tensors["h"]  # not read
+        key = "backward", len(steps), steps.row_step, constants_of(buffers)
+        self.graphs.run(key, body, tensors, results)
 
     def step_forward(self, pre: Tensor, c_prev: Tensor, h: Tensor, c: Tensor, store: bool) -> None:
         """See `StepBackend.step_forward`."""
@@ -106,7 +106,3 @@ class TritonStep(TritonBackend, StepBackend):
         assert buffers.c is not None
         gates = buffers.gates[rows]
         lstm_step_backward(gates, c_prev, buffers.c[rows], dy, dh, dc, gates)
-
-
-def _resets(buffers: LayerBuffers) -> dict[str, Tensor]:
-    return {} if buffers.resets is None else {"resets": buffers.resets}

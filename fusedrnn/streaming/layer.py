@@ -58,6 +58,7 @@ def run_streamed(
         weights,
         layer.options.alone(),
         dropout=layer.dropout if layer.training and layer.num_layers > 1 else 0.0,
+        training=layer.training,
         resets=resets,
         output=output,
         loss=chunk_loss,

@@ -41,6 +41,7 @@ class Streamed:
         layers: Weights, layer by layer, of one direction.
         options: How to run.
         dropout: Probability of dropout between layers; 0 when evaluating.
+        training: Whether zoneout is drawn.
         resets: bool [T, B], true where the states start anew before a step, or None.
         output: What becomes of the output: one of `OUTPUTS`.
         loss: Takes the output of a segment, in the user's layout, and the timesteps it is of; None without.
@@ -51,6 +52,7 @@ class Streamed:
     layers: Sequence[Weights]
     options: Options
     dropout: float
+    training: bool
     resets: Tensor | None
     output: str
     loss: ChunkLoss | None
@@ -72,7 +74,7 @@ class Streamed:
 
     def run(self, x: Tensor, states: States, at: slice, sums: dict[int, Tensor]) -> tuple[Tensor, States, Any]:
         """Run the layers over one segment x [n, B, I]; `sums` as in `run_layers`."""
-        return run_layers(
+        (y,), after, choice = run_layers(
             self.cell,
             x,
             states,
@@ -81,8 +83,10 @@ class Streamed:
             self.options,
             dropout=self.dropout,
             resets=None if self.resets is None else self.resets[at],
+            training=self.training,
             sums=sums,
         )
+        return y, after, choice
 
     def loss_of(self, y: Tensor, at: slice) -> Tensor:
         """Return the loss of one segment."""
