@@ -158,6 +158,38 @@ def test_resets(sequence, backend, save):
         assert_close(ours[name], exact[name], name)
 
 
+@pytest.mark.parametrize("backend", ["triton_step", "triton_sequence"])
+@pytest.mark.parametrize("resets", [False, True], ids=["", "resets"])
+@pytest.mark.parametrize("cells", [False, True], ids=["clip", "clip and cells"])
+def test_clip_and_cells(sequence, backend, resets, cells):
+    found = []
+    torch.manual_seed(0)
+    x, resets = torch.randn(6, 2, 3, device=sequence), torch.rand(6, 2, device=sequence) < 0.3 if resets else None
+    dtypes = {backend: torch.float32, "reference": torch.float64}
+    for name, dtype in dtypes.items():
+        torch.manual_seed(1)
+        module = fusedrnn.LSTM(3, 17, backend=name, chunk=4, clip_recurrent_grad=0.1, device=sequence).to(dtype)
+        y, after, *more = module(x.to(dtype), None, resets, cells)
+        outputs = [y, *after, *more]
+        generator = torch.Generator().manual_seed(2)
+        grads = [3 * torch.randn(t.shape, generator=generator).to(t) for t in outputs]
+        found.append([*outputs, *torch.autograd.grad(outputs, list(module.parameters()), grads)])
+    for k, (ours, exact) in enumerate(zip(*found, strict=True)):
+        assert_close(ours, exact, str(k))
+
+
+@pytest.mark.parametrize("cls", [fusedrnn.LSTM, fusedrnn.GRU])
+def test_zoneout(device, cls):
+    found = []
+    for name, dtype in (("triton_step", torch.float32), ("reference", torch.float64)):
+        torch.manual_seed(1)
+        module = cls(3, 5, backend=name, chunk=4, zoneout=0.4, device=device).to(dtype)
+        y, _ = module(torch.randn(6, 2, 3, device=device).to(dtype))
+        found.append([y, *torch.autograd.grad(y.sin().sum(), list(module.parameters()))])
+    for k, (ours, exact) in enumerate(zip(*found, strict=True)):
+        assert_close(ours, exact, str(k))
+
+
 def given(module, resets):
     """The module with its resets given."""
     forward = module.forward
