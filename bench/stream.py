@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inputs", type=int, default=32, help="width of the input (default: %(default)s)")
     parser.add_argument("--units", type=int, default=128, help="hidden units (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=1, help="layers (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="passes timed of short lengths (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, help="passes timed of short lengths (default: %(default)s)")
     parser.add_argument("--dir", default=None, help="folder of the file that is mapped (default: the temp folder)")
     parser.add_argument("--spill-dir", default=None, help="let what is kept between segments go to files there")
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -76,7 +77,10 @@ class Recurrent(nn.RNNBase):
         if is_streamed(input, output, chunk_loss):
             if cells:
                 raise ValueError("`return_cells` must be False for a streamed sequence, got True: give the input whole")
-            result, states = run_streamed(self, input, states, resets, output, chunk_loss)
+            run = run_streamed
+            if torch.compiler.is_compiling():
+                from fusedrnn.uncompiled import run_streamed_uncompiled as run
+            result, states = run(self, input, states, resets, output, chunk_loss)
             return [result], states
         packed = input if isinstance(input, PackedSequence) else None
         x = input.data if isinstance(input, PackedSequence) else input

@@ -121,3 +121,19 @@ def test_nothing_to_choose_says_so():
     module = fusedrnn.LSTM(3, 4, backend="reference")
     with pytest.raises(Exception, match="which a compiled operator does not allow"):
         torch.compile(module, fullgraph=True, backend="eager")(torch.randn(5, 2, 3))
+
+
+# The part after the break is shown tensors with a history, whose `.grad` Dynamo looks at.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_streamed_sequence_breaks_the_graph():
+    module = fusedrnn.LSTM(3, 4, chunk=5)
+    x = torch.randn(12, 2, 3)
+
+    def total(x):
+        return module(x * 2, chunk_loss=lambda y, at: y.sin().sum())[0] + 1
+
+    expected = torch.autograd.grad(total(x), module.weight_hh_l0)
+    found = torch.autograd.grad(torch.compile(total, backend="aot_eager")(x), module.weight_hh_l0)
+    assert torch.equal(found[0], expected[0])
+    with pytest.raises(RuntimeError, match=r"compile without fullgraph=True"):
+        torch.compile(total, backend="aot_eager", fullgraph=True)(x)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fusedrnn.backends import BACKENDS
-from fusedrnn.backends.base import Call
+from fusedrnn.backends.base import Call, Variant
 from fusedrnn.cells import LSTM as CELL
 from fusedrnn.kernels._device import H100
 
@@ -23,6 +23,10 @@ FEATURES = {
     "packed sequences": {"packed": True},
     "empty input": {"T": 0},
     "`torch.func` transforms, forward mode": {"transformed": True},
+    "`resets=`": {"resets": True},
+    "`clip_recurrent_grad=`": {"variant": Variant(clip=1.0)},
+    "`return_cells=True`": {"variant": Variant(cells=True)},
+    "`zoneout=`": {"variant": Variant(zoneout=0.1)},
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusedrnn.backends import triton_base
+from fusedrnn.backends import BACKENDS, triton_base
 from fusedrnn.bench import _facts, _speeds, _support, doctor
 from fusedrnn.bench.__main__ import main
 from fusedrnn.kernels import _sequence
@@ -251,7 +251,8 @@ def test_tf32_is_as_torch_s_switches_say():
 
 def test_backends_on_the_cpu_have_their_reasons():
     found = by_name(_support.backends([]))
-    assert set(found) == {f"cpu {cell} {dtype}" for cell in ("LSTM", "GRU") for dtype in ("float32", "bfloat16")}
+    cells = [cell.upper() for cell in BACKENDS]
+    assert set(found) == {f"cpu {cell} {dtype}" for cell in cells for dtype in ("float32", "bfloat16")}
     fact = found["cpu LSTM bfloat16"]
     assert fact.value["auto"] == "torch_step" and fact.value["refused"]["torch_step"] == []
     assert "not onednn: it computes float32, the input is bfloat16" in fact.text
