@@ -11,7 +11,6 @@ import torch
 from fusedrnn.backends import BACKENDS, triton_base
 from fusedrnn.bench import _facts, _speeds, _support, doctor
 from fusedrnn.bench.__main__ import main
-from fusedrnn.kernels import _sequence
 from fusedrnn.kernels._device import B200, H100
 from fusedrnn.offload import config
 from fusedrnn.offload.device import ThreadDevice
@@ -267,6 +266,9 @@ def test_backends_on_a_gpu(monkeypatch):
     assert found["cuda:0 GRU float32"].value["auto"] == "triton_step"
     # Choices are cached by what they depend on, so each case is another device.
     old = replace(GPU, info=replace(B200, memory=B200.memory + 1))
+    # Not at the top: the tests of kernels must be the first to import it, with the interpreter's switch set.
+    from fusedrnn.kernels import _sequence
+
     monkeypatch.setattr(_sequence, "_TRITON", (3, 6))
     assert (
         "too old for the fastest kernels: take 3.9" in by_name(_support.backends([old]))["cuda:0 LSTM float32"].advice
