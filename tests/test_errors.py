@@ -17,7 +17,7 @@ def zeros(*shape):
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        ((None,), TypeError, r"`input` must be a torch\.Tensor, got NoneType"),
+        ((None,), TypeError, r"`input` must be a tensor, an array or an iterable of chunks, got NoneType"),
         ((zeros(5, 7, 2),), ValueError, r"`input` must have a last dimension of `input_size` = 3, got 2 in shape"),
         ((zeros(3),), ValueError, r"`input` must have shape \(B, T, I\), or \(T, I\) for one sequence, got \(3,\)"),
         ((zeros(5, 7, 1, 3),), ValueError, r"`input` must have shape \(B, T, I\)"),
