@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import fusedrnn
 from fusedrnn.backends import BACKENDS
-from fusedrnn.backends.base import Call
+from fusedrnn.backends.base import Call, Variant
 from fusedrnn.cells import LAYER_NORM_LSTM
+from fusedrnn.kernels._device import H100
 from fusedrnn.testing import assert_close, assert_no_worse_than_torch, offload_all, poisoned, results, twin
 from fusedrnn.weights import to_keras
 
@@ -360,3 +362,16 @@ def test_errors():
     assert reason == "its kernels hold whole rows in registers, up to H=4096"
     with pytest.raises(ValueError, match="`lstm` must be without `layer_norm`, got a layer that has it"):
         to_keras(fusedrnn.LSTM(3, 4, layer_norm=True))
+
+
+@pytest.mark.parametrize("backend", ["torch_step", "triton_step"])
+@pytest.mark.parametrize(
+    ("variant", "name"), [(Variant(zoneout=0.1), "zoneout=0.1"), (Variant(cells=True), "return_cells")]
+)
+def test_no_chunked_backend_leaves_out_what_varies_the_recurrence(backend, variant, name):
+    sizes = {"T": 9, "B": 2, "I": 3, "H": 4, "P": 4, "layers": 1, "directions": 1, "dtype": torch.float32}
+    on = {"device": "cuda", "gpu": H100} if backend == "triton_step" else {"device": "cpu"}
+    call = Call(**sizes, **on, cell=LAYER_NORM_LSTM, variant=variant)
+    refusals = BACKENDS["layer_norm_lstm"][backend].refusals
+    assert refusals(call) == [f"with layer_norm it has no {name}"]
+    assert not refusals(replace(call, variant=Variant(clip=0.1)))

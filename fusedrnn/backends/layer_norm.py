@@ -196,8 +196,7 @@ class LayerNormBackend(ChunkedBackend):
 
     def refusals(self, call: Call) -> list[str]:
         """See `Backend.refusals`."""
-        varied = replace(call.variant, clip=None)
-        return plain_call(call) + ([f"with layer_norm it has no {varied}"] if str(varied) else [])
+        return plain_call(call) + unvaried(call)
 
     def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
         """See `ChunkedBackend.slot_bytes`."""
@@ -319,6 +318,12 @@ class LayerNormBackend(ChunkedBackend):
             torch.mm(inner.dhproj[rows], weights.weight_hh, out=dh[:n])
             for gradient in (dh[:n], dc[:n]):
                 pass_back_(gradient, buffers.resets, buffers.clip, rows)
+
+
+def unvaried(call: Call) -> list[str]:
+    """Refusals of what varies the recurrence, but for the clip: no layer-normalised flow has it."""
+    varied = str(replace(call.variant, clip=None))
+    return [f"with layer_norm it has no {varied}"] if varied else []
 
 
 def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:

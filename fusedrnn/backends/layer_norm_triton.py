@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Call
 from fusedrnn.backends.fused import LayerBuffers
-from fusedrnn.backends.layer_norm import LayerNormBackend, Norms, StepBuffers
+from fusedrnn.backends.layer_norm import LayerNormBackend, Norms, StepBuffers, unvaried
 from fusedrnn.backends.triton_base import triton_refusals
 from fusedrnn.backends.triton_step import TritonStep
 from fusedrnn.cells import NORM_EPS
@@ -21,7 +21,7 @@ class LayerNormTritonStep(LayerNormBackend):
 
     def refusals(self, call: Call) -> list[str]:
         """See `Backend.refusals`."""
-        reasons = triton_refusals(call)
+        reasons = triton_refusals(call) + unvaried(call)
         if call.H > _WIDEST:
             reasons.append(f"its kernels hold whole rows in registers, up to H={_WIDEST}")
         return reasons
