@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=1, help="layers (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="passes timed of short lengths (default: %(default)s)")
     parser.add_argument("--dir", default=None, help="folder of the file that is mapped (default: the temp folder)")
-    parser.add_argument("--spill-dir", default=None, help="let what is kept between segments go to files there")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             bar.update(task, description=f"{kernel}, {T:,} steps")
             # The long pass warms itself up in its first steps.
             repeats = args.repeats if 10 * shortest >= T else 1
-            seconds, peak = in_process(_measure, kernel, T, sizes, repeats, folder, args.spill_dir, args.device)
+            seconds, peak = in_process(_measure, kernel, T, sizes, repeats, folder, args.device)
             shape = f"T={T} B={args.batch} I={args.inputs} H={args.units} L={args.layers} float32"
             mode = "whole" if kernel == TORCH else "stream"
             rows.append(row(kernel, mode, "seconds", shape, seconds, args.device))
@@ -71,17 +70,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _measure(
-    kernel: str,
-    T: int,
-    sizes: tuple[int, int, int, int],
-    repeats: int,
-    folder: str,
-    spill_dir: str | None,
-    device: str,
+    kernel: str, T: int, sizes: tuple[int, int, int, int], repeats: int, folder: str, device: str
 ) -> tuple[list[float], int]:
     """Return the seconds of each pass and the peak bytes of the first."""
-    _step(kernel, 64, sizes, folder, spill_dir, device)()
-    step = _step(kernel, T, sizes, folder, spill_dir, device)
+    _step(kernel, 64, sizes, folder, device)()
+    step = _step(kernel, T, sizes, folder, device)
     found: list[float] = []
 
     def timed() -> None:
@@ -93,9 +86,7 @@ def _measure(
     return found, peak
 
 
-def _step(
-    kernel: str, T: int, sizes: tuple[int, int, int, int], folder: str, spill_dir: str | None, device: str
-) -> Callable[[], None]:
+def _step(kernel: str, T: int, sizes: tuple[int, int, int, int], folder: str, device: str) -> Callable[[], None]:
     """Return a function that runs one pass over data of a file."""
     import numpy as np
 
@@ -120,13 +111,8 @@ def _step(
     if kernel == TORCH:
         reference = nn.LSTM(I, H, layers).to(device)
         return lambda: loss(reference(torch.from_numpy(data.copy()).to(device))[0], slice(0, T)).backward()
-    config: Any = {"spill_dir": spill_dir} if spill_dir else {}
-    ours = fusedrnn.LSTM(I, H, layers, offload=fusedrnn.OffloadConfig(**config) if config else False).to(device)
-
-    def step() -> None:
-        ours(data, chunk_loss=loss)[0].backward()
-
-    return step
+    ours = fusedrnn.LSTM(I, H, layers).to(device)
+    return lambda: ours(data, chunk_loss=loss)[0].backward()
 
 
 def _forget(path: Path) -> None:

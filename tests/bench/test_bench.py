@@ -22,6 +22,7 @@ TINY = {
     "long": ["--batch", "2", "--units", "8", "--lengths", "4", "--repeats", "1", "--modes", "torch", "auto"],
     "setup": ["--batch", "2", "--units", "8", "--lengths", "3"],
     "packed": ["--longest", "12", "--batch", "3", "--input", "3", "--units", "8", "--repeats", "1", "--bidirectional"],
+    "stream": ["--lengths", "64", "128", "--batch", "2", "--inputs", "3", "--units", "4", "--repeats", "1"],
     "shapes": ["--size", "6", "2", "3", "8", "--repeats", "2"],
 }
 
