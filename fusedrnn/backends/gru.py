@@ -19,15 +19,14 @@ from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, OptionalStat
 from fusedrnn.backends.rows import (
     Field,
     add_product,
-    anew,
     chunk_steps,
     finals,
     find,
     lay_out,
     linked,
     pass_back_,
-    previous,
     project,
+    walk,
 )
 from fusedrnn.backends.zoneout import held_units, hold, of_rows, split
 from fusedrnn.cells import GRU, States, Weights, state_dtype
@@ -126,19 +125,14 @@ class GRUBackend(ChunkedBackend):
         self, weights: Weights, buffers: GRUBuffers, h0: Tensor, steps: Steps, store: bool, work: Workspace
     ) -> None:
         """Run the steps of the forward pass over the chunk's buffers, and keep gates and hn if `store`."""
-        before, n_before = 0, 0
-        for offset, n in steps.spans():
-            rows = slice(offset, offset + n)
-            h_prev = previous(buffers.h, h0, before, n_before, n)
-            h_prev = anew(h_prev, buffers.resets, offset, offset + n)
-            hproj = work.get("hproj", (n, 3 * weights.hidden_size), h0.dtype)
+        for rows, (h_prev,) in walk(steps, buffers.resets, (buffers.h, h0)):
+            hproj = work.get("hproj", (len(h_prev), 3 * weights.hidden_size), h0.dtype)
             project(h_prev, weights.weight_hh, weights.bias_hh, hproj)
             h = buffers.h[rows]
             self.step_forward(buffers.gates[rows], hproj, h_prev, h, buffers.hn[rows] if store else None)
             held = of_rows(buffers.held, rows)
             if held is not None:
                 h.copy_(hold(h, h_prev, held))
-            before, n_before = offset, n
 
     def backward_chunk(
         self,
@@ -189,14 +183,8 @@ class GRUBackend(ChunkedBackend):
         H = weights.hidden_size
         weight_rz, weight_n = weights.weight_hh[: 2 * H], weights.weight_hh[2 * H :]
         prepared = self.begin_backward(buffers, h0, steps)
-        spans = list(steps.spans())
-        for index in reversed(range(len(spans))):
-            offset, n = spans[index]
-            before, n_before = spans[index - 1] if index else (0, 0)
-            rows = slice(offset, offset + n)
-            h_prev = previous(buffers.h, h0, before, n_before, n)
-            h_prev = anew(h_prev, buffers.resets, offset, offset + n)
-            dy_step, dh_step, passed = None if dy is None else dy[rows], dh[:n], None
+        for rows, (h_prev,) in walk(steps, buffers.resets, (buffers.h, h0), backward=True):
+            dy_step, dh_step, passed = None if dy is None else dy[rows], dh[: len(h_prev)], None
             held = of_rows(buffers.held, rows)
             if held is not None:
                 own, passed = split(dh_step if dy_step is None else dh_step + dy_step, held)

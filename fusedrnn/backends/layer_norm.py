@@ -28,15 +28,14 @@ from fusedrnn.backends.fused import LayerBuffers
 from fusedrnn.backends.rows import (
     Field,
     add_product,
-    anew,
     chunk_steps,
     finals,
     find,
     lay_out,
     linked,
     pass_back_,
-    previous,
     project,
+    walk,
 )
 from fusedrnn.cells import LAYER_NORM_LSTM, NORM_EPS, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
@@ -222,19 +221,15 @@ class LayerNormBackend(ChunkedBackend):
             buffers, norms = _buffers(task, index, chunk, fields, slot, out[0], x.dtype, work), Norms.of(weights)
             project(x, weights.weight_ih, None, buffers.xproj)
             pre, _ = _input_part(buffers, norms)
-            h0, c0, before, n_before = states[0][index], states[1][index], 0, 0
-            for offset, n in chunk.steps.spans():
-                rows = slice(offset, offset + n)
-                h_prev = previous(buffers.h, h0, before, n_before, n)
+            h0, c0 = states[0][index], states[1][index]
+            for rows, (h_prev, c_prev) in walk(chunk.steps, buffers.resets, (buffers.h, h0), (buffers.c, c0)):
                 hproj = (
-                    work.get("hproj", (n, 4 * weights.hidden_size), x.dtype)
+                    work.get("hproj", (len(h_prev), 4 * weights.hidden_size), x.dtype)
                     if buffers.hproj is None
                     else buffers.hproj[rows]
                 )
-                project(anew(h_prev, buffers.resets, offset, offset + n), weights.weight_hh, None, hproj)
-                c_prev = anew(previous(buffers.c, c0, before, n_before, n), buffers.resets, offset, offset + n)
+                project(h_prev, weights.weight_hh, None, hproj)
                 self.step_forward(pre[rows], hproj, norms, c_prev, buffers.h[rows], buffers.c[rows])
-                before, n_before = offset, n
             after.append((finals(buffers.h, h0, chunk.steps), finals(buffers.c, c0, chunk.steps)))
             x = buffers.h
         h, c = (torch.stack(state) for state in zip(*after, strict=True))
@@ -307,12 +302,8 @@ class LayerNormBackend(ChunkedBackend):
     ) -> None:
         """Run the steps backwards: fill `inner`, and turn dh and dc into those before the chunk."""
         prepared = self.begin_backward(inner, norms, c0, steps)
-        spans = list(steps.spans())
-        for index in reversed(range(len(spans))):
-            offset, n = spans[index]
-            before, n_before = spans[index - 1] if index else (0, 0)
-            rows = slice(offset, offset + n)
-            c_prev = anew(previous(buffers.c, c0, before, n_before, n), buffers.resets, offset, offset + n)
+        for rows, (c_prev,) in walk(steps, buffers.resets, (buffers.c, c0), backward=True):
+            n = len(c_prev)
             dy_step = None if dy is None else dy[rows]
             self.step_backward(prepared, inner, norms, rows, c_prev, dy_step, dh[:n], dc[:n])
             torch.mm(inner.dhproj[rows], weights.weight_hh, out=dh[:n])

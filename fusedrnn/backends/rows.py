@@ -50,7 +50,7 @@ def chunk_steps(call: Call) -> int:
     return max(_LEAST_STEPS, _GATES_BYTES // max(1, call.cell.gates * call.B * call.H * call.dtype.itemsize))
 
 
-def previous(rows: Tensor, initial: Tensor, before: int, n_before: int, n: int) -> Tensor:
+def _previous(rows: Tensor, initial: Tensor, before: int, n_before: int, n: int) -> Tensor:
     """Return the states [n, ...] that a step of n rows follows: a view where they lie together."""
     if n <= n_before:
         return rows[before : before + n]
@@ -62,6 +62,25 @@ def previous(rows: Tensor, initial: Tensor, before: int, n_before: int, n: int) 
 def aligned(nbytes: int) -> int:
     """Round a size up to where the next tensor of a slot may begin."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def walk(
+    steps: Steps, resets: Tensor | None, *states: tuple[Tensor, Tensor], backward: bool = False
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield the rows of each step, and the states that they follow, zero where they start anew.
+
+    Args:
+        steps: The steps of a chunk.
+        resets: bool [rows, 1], true where the states start anew before the row, or None.
+        *states: The rows of each state, which may be written as the walk goes on, and what it was before the chunk.
+        backward: Whether the last step comes first.
+    """
+    spans = list(steps.spans())
+    pairs = list(zip([(0, 0), *spans], spans, strict=False))
+    for (before, n_before), (offset, n) in reversed(pairs) if backward else pairs:
+        stop = offset + n
+        followed = [_previous(rows, initial, before, n_before, n) for rows, initial in states]
+        yield slice(offset, stop), [anew(state, resets, offset, stop) for state in followed]
 
 
 def linked(steps: Steps, rows: Tensor, initial: Tensor, resets: Tensor | None) -> Iterator[tuple[int, int, Tensor]]:

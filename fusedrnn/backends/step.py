@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Workspace
 from fusedrnn.backends.fused import FusedBackend, LayerBuffers
-from fusedrnn.backends.rows import anew, finals, pass_back_, previous
+from fusedrnn.backends.rows import finals, pass_back_, walk
 from fusedrnn.backends.zoneout import hold, of_rows, split
 from fusedrnn.cells import Weights
 from fusedrnn.layout import Steps
@@ -64,14 +64,8 @@ class StepBackend(FusedBackend):
         """Run the steps of the forward pass over the chunk's buffers."""
         assert buffers.c is not None
         hh, hr = weights.weight_hh.t(), None if weights.weight_hr is None else weights.weight_hr.t()
-        before, n_before = 0, 0
-        for offset, n in steps.spans():
-            rows = slice(offset, offset + n)
+        for rows, (h_prev, c_prev) in walk(steps, buffers.resets, (buffers.h, h0), (buffers.c, c0)):
             pre, y, c = buffers.gates[rows], buffers.h[rows], buffers.c[rows]
-            h_prev, c_prev = (
-                anew(previous(state, initial, before, n_before, n), buffers.resets, offset, offset + n)
-                for state, initial in ((buffers.h, h0), (buffers.c, c0))
-            )
             pre.addmm_(h_prev, hh)
             h = y if hr is None else work.get("h", tuple(c.shape), y.dtype)
             self.step_forward(pre, c_prev, h, c, store)
@@ -80,7 +74,6 @@ class StepBackend(FusedBackend):
             held = of_rows(buffers.held, rows)
             if held is not None:
                 y.copy_(hold(y, h_prev, held))
-            before, n_before = offset, n
 
     def recurrence_backward(
         self,
@@ -97,12 +90,8 @@ class StepBackend(FusedBackend):
         """See `FusedBackend.recurrence_backward`."""
         assert buffers.c is not None
         prepared = self.begin_backward(buffers, c0, steps, work)
-        spans = list(steps.spans())
-        for index in reversed(range(len(spans))):
-            offset, n = spans[index]
-            before, n_before = spans[index - 1] if index else (0, 0)
-            rows = slice(offset, offset + n)
-            c_prev = anew(previous(buffers.c, c0, before, n_before, n), buffers.resets, offset, offset + n)
+        for rows, (c_prev,) in walk(steps, buffers.resets, (buffers.c, c0), backward=True):
+            n = len(c_prev)
             dy_step, dh_step, dc_step, passed = None if dy is None else dy[rows], dh[:n], dc[:n], None
             held = of_rows(buffers.held, rows)
             if held is not None:

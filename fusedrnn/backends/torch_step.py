@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedrnn.backends.base import Call, Workspace, plain_call
 from fusedrnn.backends.fused import LayerBuffers
-from fusedrnn.backends.rows import anew, linked, previous
+from fusedrnn.backends.rows import linked, walk
 from fusedrnn.backends.step import StepBackend
 from fusedrnn.layout import Steps
 
@@ -53,11 +53,8 @@ class TorchStep(StepBackend):
         i, f, g, _ = activate(work)
         if not cells_known:
             torch.mul(i, g, out=buffers.c)
-            before, n_before = 0, 0
-            for offset, n in steps.spans():
-                c_prev = anew(previous(buffers.c, c0, before, n_before, n), buffers.resets, offset, offset + n)
-                buffers.c[offset : offset + n].addcmul_(f[offset : offset + n], c_prev)
-                before, n_before = offset, n
+            for rows, (c_prev,) in walk(steps, buffers.resets, (buffers.c, c0)):
+                buffers.c[rows].addcmul_(f[rows], c_prev)
         if work is not buffers.gates:
             buffers.gates.copy_(work)
 
