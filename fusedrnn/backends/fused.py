@@ -15,8 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, OptionalStates, Task, Workspace
-from fusedrnn.backends.rows import Field, add_product, chunk_steps, find, lay_out, linked, project
+from fusedrnn.backends.base import Gradients, OptionalStates, Task, Workspace
+from fusedrnn.backends.rows import Field, add_product, find, lay_out, linked, project
+from fusedrnn.backends.slotted import SlottedBackend, pass_down
 from fusedrnn.backends.zoneout import held_units
 from fusedrnn.cells import LSTM, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
@@ -45,7 +46,7 @@ class LayerBuffers:
     clip: float | None = None
 
 
-class FusedBackend(ChunkedBackend):
+class FusedBackend(SlottedBackend):
     """Base of the LSTM backends that bring their own recurrence."""
 
     saves: ClassVar[tuple[str, ...]] = LSTM.modes
@@ -89,14 +90,17 @@ class FusedBackend(ChunkedBackend):
 
     # The flow of a chunk.
 
-    def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
-        """See `ChunkedBackend.slot_bytes`."""
-        fields = _fields(task, rows, dtype)
-        return fields[-1].stop if fields else 0
-
-    def chunk_steps(self, call: Call) -> int:
-        """See `ChunkedBackend.chunk_steps`."""
-        return chunk_steps(call)
+    def fields(self, task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
+        """See `SlottedBackend.fields`: per layer the gates, and c and h where they are not the user's."""
+        wanted = []
+        for index, weights in enumerate(task.layers):
+            if task.save == "gates":
+                wanted.append(("gates", index, 4 * weights.hidden_size, dtype))
+            if task.save != "hidden" and not _given_cells(task, index):
+                wanted.append(("c", index, weights.hidden_size, state_dtype(dtype)))
+            if index + 1 < len(task.layers):
+                wanted.append(("h", index, weights.output_size, dtype))
+        return lay_out(rows, wanted)
 
     def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, ...]:
         """See `ChunkedBackend.needs`."""
@@ -107,7 +111,7 @@ class FusedBackend(ChunkedBackend):
         self, task: Task, chunk: Chunk, x: Tensor, states: States, out: States, slot: Tensor | None, work: Workspace
     ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
-        fields = _fields(task, chunk.rows, x.dtype)
+        fields = self.fields(task, chunk.rows, x.dtype)
         finals = []
         for index, weights in enumerate(task.layers):
             buffers = _buffers(task, index, chunk, fields, slot, out, x.dtype, work)
@@ -143,7 +147,7 @@ class FusedBackend(ChunkedBackend):
     ) -> States:
         """See `ChunkedBackend.backward_chunk`."""
         dtype = states[0].dtype
-        fields = _fields(task, chunk.rows, dtype)
+        fields = self.fields(task, chunk.rows, dtype)
         dh, dc = dstates
         dy, *dcells = dout
         for index in reversed(range(len(task.layers))):
@@ -163,14 +167,7 @@ class FusedBackend(ChunkedBackend):
             dproj = work.get("dproj", tuple(buffers.h.shape), dtype) if weights.weight_hr is not None else None
             self.recurrence_backward(weights, buffers, c0, dy, dh[index], dc[index], dproj, chunk.steps, work)
             _add_products(weights, sums, buffers, below, h0, unprojected, dproj, chunk.steps)
-            if index > 0:
-                dy = torch.mm(
-                    buffers.gates,
-                    weights.weight_ih,
-                    out=work.get("dy", (chunk.rows, weights.weight_ih.shape[1]), dtype),
-                )
-            elif grads.dx is not None:
-                grads.dx.addmm_(buffers.gates, weights.weight_ih, beta=1 if grads.add else 0)
+            dy = pass_down(index, buffers.gates, weights.weight_ih, grads, work)
         return dh, dc
 
     def _pre_activations(
@@ -185,19 +182,6 @@ class FusedBackend(ChunkedBackend):
 def _given_cells(task: Task, index: int) -> bool:
     """Whether a layer's cell states are an output."""
     return task.variant.cells and index + 1 == len(task.layers)
-
-
-def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
-    """Lay out a slot: per layer the gates, and c and h where they are not the user's."""
-    wanted = []
-    for index, weights in enumerate(task.layers):
-        if task.save == "gates":
-            wanted.append(("gates", index, 4 * weights.hidden_size, dtype))
-        if task.save != "hidden" and not _given_cells(task, index):
-            wanted.append(("c", index, weights.hidden_size, state_dtype(dtype)))
-        if index + 1 < len(task.layers):
-            wanted.append(("h", index, weights.output_size, dtype))
-    return lay_out(rows, wanted)
 
 
 def _buffers(

@@ -15,11 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, OptionalStates, Task, Workspace, plain_call
+from fusedrnn.backends.base import Call, Gradients, OptionalStates, Task, Workspace, plain_call
 from fusedrnn.backends.rows import (
     Field,
     add_product,
-    chunk_steps,
     finals,
     find,
     lay_out,
@@ -28,6 +27,7 @@ from fusedrnn.backends.rows import (
     project,
     walk,
 )
+from fusedrnn.backends.slotted import SlottedBackend, pass_down
 from fusedrnn.backends.zoneout import held_units, hold, of_rows, split
 from fusedrnn.cells import GRU, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
@@ -54,7 +54,7 @@ class GRUBuffers:
     clip: float | None = None
 
 
-class GRUBackend(ChunkedBackend):
+class GRUBackend(SlottedBackend):
     """Base of the GRU backends: everything but what is elementwise."""
 
     saves: ClassVar[tuple[str, ...]] = GRU.modes
@@ -92,14 +92,15 @@ class GRUBackend(ChunkedBackend):
         """See `Backend.refusals`."""
         return plain_call(call)
 
-    def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
-        """See `ChunkedBackend.slot_bytes`."""
-        fields = _fields(task, rows, dtype)
-        return fields[-1].stop if fields else 0
-
-    def chunk_steps(self, call: Call) -> int:
-        """See `ChunkedBackend.chunk_steps`."""
-        return chunk_steps(call)
+    def fields(self, task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
+        """See `SlottedBackend.fields`: per layer the gates and hn, and the output where it is not the user's."""
+        wanted = []
+        for index, weights in enumerate(task.layers):
+            if task.save == "gates":
+                wanted += [("gates", index, 3 * weights.hidden_size, dtype), ("hn", index, weights.hidden_size, dtype)]
+            if index + 1 < len(task.layers):
+                wanted.append(("h", index, weights.hidden_size, dtype))
+        return lay_out(rows, wanted)
 
     def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, ...]:
         """See `ChunkedBackend.needs`: dz needs h_prev, whatever is saved."""
@@ -109,7 +110,7 @@ class GRUBackend(ChunkedBackend):
         self, task: Task, chunk: Chunk, x: Tensor, states: States, out: States, slot: Tensor | None, work: Workspace
     ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
-        fields = _fields(task, chunk.rows, x.dtype)
+        fields = self.fields(task, chunk.rows, x.dtype)
         after = []
         for index, weights in enumerate(task.layers):
             buffers = _buffers(task, index, chunk, fields, slot, out[0], x.dtype, work)
@@ -151,7 +152,7 @@ class GRUBackend(ChunkedBackend):
         """See `ChunkedBackend.backward_chunk`."""
         (dh,), (dy,) = dstates, dout
         dtype = dh.dtype
-        fields = _fields(task, chunk.rows, dtype)
+        fields = self.fields(task, chunk.rows, dtype)
         for index in reversed(range(len(task.layers))):
             weights = task.layers[index]
             buffers = _buffers(task, index, chunk, fields, slot, out[0], dtype, work)
@@ -169,11 +170,7 @@ class GRUBackend(ChunkedBackend):
                 buffers.hn = work.get("dhn", tuple(buffers.hn.shape), dtype).copy_(buffers.hn)
             self.recurrence_backward(weights, buffers, h0, dy, dh[index], chunk.steps)
             _add_products(grads.layers[index], buffers, below, h0, chunk.steps)
-            if index > 0:
-                dy = work.get("dy", (chunk.rows, weights.weight_ih.shape[1]), dtype)
-                torch.mm(buffers.gates, weights.weight_ih, out=dy)
-            elif grads.dx is not None:
-                grads.dx.addmm_(buffers.gates, weights.weight_ih, beta=1 if grads.add else 0)
+            dy = pass_down(index, buffers.gates, weights.weight_ih, grads, work)
         return (dh,)
 
     def recurrence_backward(
@@ -257,17 +254,6 @@ class GRUTorchStep(GRUBackend):
             buffers.gates[rows] = dgates.flatten(1)
             buffers.hn[rows] = dhn
         dh.copy_(by_h.mul_(total))
-
-
-def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
-    """Lay out a slot: per layer the gates and hn, and the output where it is not the user's."""
-    wanted = []
-    for index, weights in enumerate(task.layers):
-        if task.save == "gates":
-            wanted += [("gates", index, 3 * weights.hidden_size, dtype), ("hn", index, weights.hidden_size, dtype)]
-        if index + 1 < len(task.layers):
-            wanted.append(("h", index, weights.hidden_size, dtype))
-    return lay_out(rows, wanted)
 
 
 def _buffers(

@@ -23,12 +23,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call, ChunkedBackend, Gradients, OptionalStates, Task, Workspace, plain_call
+from fusedrnn.backends.base import Call, Gradients, OptionalStates, Task, Workspace, plain_call
 from fusedrnn.backends.fused import LayerBuffers
 from fusedrnn.backends.rows import (
     Field,
     add_product,
-    chunk_steps,
     finals,
     find,
     lay_out,
@@ -37,6 +36,7 @@ from fusedrnn.backends.rows import (
     project,
     walk,
 )
+from fusedrnn.backends.slotted import SlottedBackend, pass_down
 from fusedrnn.cells import LAYER_NORM_LSTM, NORM_EPS, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, Steps
 
@@ -150,7 +150,7 @@ class StepBuffers:
     resets: Tensor | None
 
 
-class LayerNormBackend(ChunkedBackend):
+class LayerNormBackend(SlottedBackend):
     """Base of the layer-normalised LSTM's backends: everything but what is done on the rows of a step."""
 
     saves: ClassVar[tuple[str, ...]] = LAYER_NORM_LSTM.modes
@@ -197,14 +197,18 @@ class LayerNormBackend(ChunkedBackend):
         """See `Backend.refusals`."""
         return plain_call(call) + unvaried(call)
 
-    def slot_bytes(self, task: Task, rows: int, dtype: torch.dtype) -> int:
-        """See `ChunkedBackend.slot_bytes`."""
-        fields = _fields(task, rows, dtype)
-        return fields[-1].stop if fields else 0
-
-    def chunk_steps(self, call: Call) -> int:
-        """See `ChunkedBackend.chunk_steps`."""
-        return chunk_steps(call)
+    def fields(self, task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
+        """See `SlottedBackend.fields`: per layer the products, c, and the output where it is not the user's."""
+        wanted = []
+        for index, weights in enumerate(task.layers):
+            H = weights.hidden_size
+            if task.save == "gates":
+                wanted += [("xproj", index, 4 * H, dtype), ("hproj", index, 4 * H, dtype)]
+            if task.save != "hidden":
+                wanted.append(("c", index, H, state_dtype(dtype)))
+            if index + 1 < len(task.layers):
+                wanted.append(("h", index, H, dtype))
+        return lay_out(rows, wanted)
 
     def needs(self, save: str, weights_need_grad: bool) -> tuple[bool, ...]:
         """See `ChunkedBackend.needs`."""
@@ -215,7 +219,7 @@ class LayerNormBackend(ChunkedBackend):
         self, task: Task, chunk: Chunk, x: Tensor, states: States, out: States, slot: Tensor | None, work: Workspace
     ) -> States:
         """See `ChunkedBackend.forward_chunk`."""
-        fields = _fields(task, chunk.rows, x.dtype)
+        fields = self.fields(task, chunk.rows, x.dtype)
         after = []
         for index, weights in enumerate(task.layers):
             buffers, norms = _buffers(task, index, chunk, fields, slot, out[0], x.dtype, work), Norms.of(weights)
@@ -252,7 +256,7 @@ class LayerNormBackend(ChunkedBackend):
         """See `ChunkedBackend.backward_chunk`."""
         (dh, dc), (dy,) = dstates, dout
         dtype = dh.dtype
-        fields = _fields(task, chunk.rows, dtype)
+        fields = self.fields(task, chunk.rows, dtype)
         for index in reversed(range(len(task.layers))):
             weights, norms = task.layers[index], Norms.of(task.layers[index])
             buffers = _buffers(task, index, chunk, fields, slot, out[0], dtype, work)
@@ -281,11 +285,7 @@ class LayerNormBackend(ChunkedBackend):
             self._steps_backward(weights, norms, buffers, inner, c0, dy, dh[index], dc[index], chunk.steps)
             dxproj = xproj.backward(gates).to(dtype)
             _add_products(grads.layers[index], buffers, inner, xproj, dxproj, below, h0, chunk.steps)
-            if index > 0:
-                dy = work.get("dy", (chunk.rows, weights.weight_ih.shape[1]), dtype)
-                torch.mm(dxproj, weights.weight_ih, out=dy)
-            elif grads.dx is not None:
-                grads.dx.addmm_(dxproj, weights.weight_ih, beta=1 if grads.add else 0)
+            dy = pass_down(index, dxproj, weights.weight_ih, grads, work)
         return dh, dc
 
     def _steps_backward(
@@ -315,20 +315,6 @@ def unvaried(call: Call) -> list[str]:
     """Refusals of what varies the recurrence, but for the clip: no layer-normalised flow has it."""
     varied = str(replace(call.variant, clip=None))
     return [f"with layer_norm it has no {varied}"] if varied else []
-
-
-def _fields(task: Task, rows: int, dtype: torch.dtype) -> list[Field]:
-    """Lay out a slot: per layer the products, c, and the output where it is not the user's."""
-    wanted = []
-    for index, weights in enumerate(task.layers):
-        H = weights.hidden_size
-        if task.save == "gates":
-            wanted += [("xproj", index, 4 * H, dtype), ("hproj", index, 4 * H, dtype)]
-        if task.save != "hidden":
-            wanted.append(("c", index, H, state_dtype(dtype)))
-        if index + 1 < len(task.layers):
-            wanted.append(("h", index, H, dtype))
-    return lay_out(rows, wanted)
 
 
 def _buffers(
