@@ -50,10 +50,6 @@ class Options:
         clip = self.clip_recurrent_grad
         return Variant(None if clip is None else float(clip), float(self.zoneout), cells)
 
-    def alone(self) -> "Options":
-        """Return the options for a part of a sequence, whose buffers do not live long enough to be offloaded."""
-        return replace(self, offload=None)
-
 
 def lstm(
     x: Tensor,

@@ -1,13 +1,23 @@
 """Running a loop chunk by chunk, twice: of the first time only the states at the borders are kept."""
 
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fusedrnn.replay import Surroundings, as_leaf, differentiable, now, reached, unhooked
+from fusedrnn.replay import (
+    Surroundings,
+    as_leaf,
+    differentiable,
+    gradients,
+    now,
+    reached,
+    require_unchanged,
+    unhooked,
+)
 from fusedrnn.stepping import Loop
 
 
@@ -105,12 +115,7 @@ class _Recompute(torch.autograd.Function):
         n_state = loop.state_spec.num_leaves
         xs = list(ctx.saved_tensors)
         captured = [leaf for leaf, _ in ctx.captured]
-        for leaf, version in ctx.captured:
-            if leaf._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(leaf.shape)} that `cell` uses must stay as it was until the backward "
-                    f"pass, got version {leaf._version} after {version}: it was modified by an inplace operation"
-                )
+        require_unchanged(ctx.captured, "`cell`")
         dys, dstate = grads[: len(grads) - n_state], list(grads[len(grads) - n_state :])
         dxs = [torch.zeros_like(x) if needed else None for x, needed in zip(xs, ctx.needs_input_grad[1:], strict=False)]
         dcaptured: list[Tensor | None] = [None] * len(captured)
@@ -128,23 +133,12 @@ class _Recompute(torch.autograd.Function):
                 columns, after = loop.run(chunk, *piece, *before)
                 results = [*(loop.stack(chunk, column) for column in columns), *after]
             _check_reached(results, start, [*piece, *before, *captured])
-            # The sums so far come first, as if all steps were in one graph: the order decides the rounding.
-            pairs = [
-                (result, d)
-                for result, d in zip((*captured, *results), (*dcaptured, *douts, *dstate), strict=True)
-                if d is not None and result.requires_grad
-            ]
-            wanted = [leaf for leaf in (*piece, *before, *captured) if leaf.requires_grad]
-            sums: dict[int, Tensor | None] = {}
-            if pairs and wanted:
-                outputs, given = zip(*pairs, strict=True)
-                found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-                sums = dict(zip(map(id, wanted), found, strict=True))
-            for dx, leaf in zip(dxs, piece, strict=True):
-                if dx is not None and (d := sums.get(id(leaf))) is not None and loop.T:
+            inputs = [*piece, *before, *captured]
+            found = iter(gradients((*captured, *results), (*dcaptured, *douts, *dstate), inputs))
+            for dx, d in zip(dxs, islice(found, len(piece)), strict=True):
+                if dx is not None and d is not None and loop.T:
                     dx[chunk.first : chunk.last] = d
-            dstate = [sums.get(id(s)) for s in before]
-            dcaptured = [sums.get(id(leaf)) for leaf in captured]
+            dstate, dcaptured = list(islice(found, len(before))), list(found)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.borders.clear()
         return None, *dxs, *dstate, *dcaptured

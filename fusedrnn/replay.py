@@ -1,6 +1,6 @@
 """Running something again as it ran: its surroundings, and which tensors with gradients it takes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -99,3 +99,31 @@ def reached(tensors: list[Tensor], start: int) -> tuple[dict[int, Tensor], bool]
                     seen.add(other)
                     todo.append(other)
     return leaves, history
+
+
+def gradients(outputs: Iterable[Tensor], grads: Iterable[Tensor | None], inputs: Sequence[Tensor]) -> list[Any]:
+    """Return the gradient of each input, None where there is none.
+
+    Args:
+        outputs: What is differentiated. An input among them adds its gradient to what is found: put before all others,
+            the sum of gradients so far keeps the order of summation of one graph, and so the rounding.
+        grads: Their gradients, None for zero.
+        inputs: Leaves, of which those with `requires_grad` get one.
+    """
+    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    differentiated, given = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(differentiated, wanted, given, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def require_unchanged(versions: Iterable[tuple[Tensor, int]], user: str) -> None:
+    """Raise RuntimeError if a tensor was changed in place since its version was noted; `user` says who reads it."""
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that {user} uses must stay as it was until the backward "
+                f"pass, got version {tensor._version} after {version}: it was modified by an inplace operation"
+            )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fusedrnn import _checks
 from fusedrnn.cells import States, Weights
-from fusedrnn.functional import check_resets
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import innermost
 from fusedrnn.streaming.segments import OUTPUTS, ChunkLoss, Streamed, segment_steps, stream
@@ -52,11 +52,18 @@ def run_streamed(
     weights = layer._layers()
     source = _source(layer, input, weights, None)
     if resets is not None:
-        resets = _checked_resets(layer, resets, source, weights[0].weight_ih)
+        if source.steps is None or source.batch is None:
+            raise ValueError(
+                "`resets` needs an input whose length is known, got an iterable of chunks: use `stream`, or give an "
+                "array"
+            )
+        layout = SequenceLayout(source.steps, source.batch)
+        resets = layer._check_resets(resets, weights[0].weight_ih, layout, packed=False, batched=not source.unbatched)
     streamed = Streamed(
         layer.cell,
         weights,
-        layer.options.alone(),
+        # What a segment saves does not live long enough to be offloaded.
+        replace(layer.options, offload=None),
         dropout=layer.dropout if layer.training and layer.num_layers > 1 else 0.0,
         training=layer.training,
         resets=resets,
@@ -72,9 +79,10 @@ def run_streamed(
         f"backend {choice.backend.name!r}, save={choice.save!r} within a segment: the sequence was streamed"
         + (f" in {segments} segments, of which the states before each are kept" if segments else "")
     )
-    if chunk_loss is None:
-        result = result.squeeze(-2) if source.unbatched and output == "last" else result
-        result = result if output == "last" else _arranged(layer, source, result)
+    if output == "last":
+        result = result.squeeze(0) if source.unbatched else result
+    elif chunk_loss is None:
+        result = _arranged(layer, source, result)
     return result, tuple(state.squeeze(1) for state in finals) if source.unbatched else finals
 
 
@@ -98,9 +106,8 @@ def stream_chunks(
 
 def _stream_chunks(layer: Any, source: Source, state: Any, backward: str, resets: Any) -> Iterator[tuple[Tensor, Any]]:
     device = next(iter(layer.parameters())).device
-    held = source.tensor is not None and source.tensor.device == device
     stop = 0
-    with closing(arrivals(source.reads(), device, held)) as pieces:
+    with closing(arrivals(source.reads(), device, source.is_on(device))) as pieces:
         for piece in pieces:
             at, stop = slice(stop, stop + len(piece)), stop + len(piece)
             x = _arranged(layer, source, piece)
@@ -146,21 +153,6 @@ def _source(layer: Any, input: Any, weights: list[Weights], steps: int | None) -
 def _states(layer: Any, source: Source, states: States | None, x: Tensor) -> States | None:
     """Check the initial states once the batch size is known."""
     return None if states is None else layer._check_states(states, x, x.shape[1], not source.unbatched)
-
-
-def _checked_resets(layer: Any, resets: Any, source: Source, weight: Tensor) -> Tensor:
-    if source.steps is None or source.batch is None:
-        raise ValueError(
-            "`resets` needs an input whose length is known, got an iterable of chunks: use `stream`, or give an array"
-        )
-    _checks.require_tensor("resets", resets)
-    if source.unbatched:
-        resets = resets.unsqueeze(-1)
-    elif layer.batch_first and resets.dim() == 2:
-        resets = resets.transpose(0, 1)
-    checked = check_resets(resets, SequenceLayout(source.steps, source.batch), weight)
-    assert checked is not None
-    return checked
 
 
 def _arranged(layer: Any, source: Source, y: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from fusedrnn.functional import Options, initial_states, run_layers
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadHooks
 from fusedrnn.offload.resident import ResidentStack
-from fusedrnn.replay import Surroundings, as_leaf, now, reached, unhooked
+from fusedrnn.replay import Surroundings, as_leaf, gradients, now, reached, require_unchanged, unhooked
 from fusedrnn.streaming.results import Record, Result, record_in
 from fusedrnn.streaming.sources import Source
 from fusedrnn.streaming.transfer import Departures, arrivals
@@ -108,7 +108,7 @@ class _Segment:
 
 
 @dataclass
-class _Gradients:
+class _Sums:
     """The gradients summed so far, while segments are run backwards.
 
     Args:
@@ -137,17 +137,12 @@ class _Pass:
     segments: list[_Segment] = field(default_factory=list)
     leaves: dict[int, Tensor] = field(default_factory=dict)
 
-    @property
-    def held(self) -> bool:
-        """Whether the input is a tensor on the device already."""
-        return self.source.tensor is not None and self.source.tensor.device == self.device
-
     def forward(self, start: Callable[[Tensor], States | None]) -> tuple[Tensor, States, Choice]:
         """Run all segments; return the result, the final states, and who ran the last segment."""
         streamed, stop, choice = self.streamed, 0, None
         states: States = ()
         result = Result(streamed.output, self.source.steps, self.device)
-        pieces = arrivals(self.source.reads(), self.device, self.held)
+        pieces = arrivals(self.source.reads(), self.device, self.source.is_on(self.device))
         with torch.no_grad(), unhooked():
             with closing(pieces), closing(result):
                 for x in pieces:
@@ -165,7 +160,7 @@ class _Pass:
                     else:
                         result.add(self._loss(y, at))
                     stop = at.stop
-            # And those from here have none that the caller could use.
+            # The casts that autocast remembers from here have no history, so the caller must not get them.
             torch.clear_autocast_cache()
         if choice is None:
             raise ValueError("`input` must yield at least one chunk, got none")
@@ -194,7 +189,7 @@ class _Pass:
         self.leaves.update(leaves)
         return value.detach()
 
-    def backward(self, flat: list[Tensor], dresult: Tensor | None, gradients: _Gradients, keep: bool) -> None:
+    def backward(self, flat: list[Tensor], dresult: Tensor | None, sums: _Sums, keep: bool) -> None:
         """Run the segments again, from the last to the first, and add up the gradients of each."""
         ats = [segment.at for segment in self.segments]
         xs = self._inputs_again(ats)
@@ -202,7 +197,7 @@ class _Pass:
         departures = Departures(self.device)
         with closing(xs), closing(dys), closing(departures):
             for segment, x, dy in zip(reversed(self.segments), xs, dys, strict=True):
-                self._back(segment, x, dy, flat, gradients, departures)
+                self._back(segment, x, dy, flat, sums, departures)
                 if not keep:
                     segment.record.handle.release()
 
@@ -212,41 +207,28 @@ class _Pass:
         x: Tensor | None,
         dy: Tensor | None,
         flat: list[Tensor],
-        gradients: _Gradients,
+        sums: _Sums,
         departures: Departures,
     ) -> None:
         """Run one segment again and differentiate it."""
-        at, n = segment.at, len(gradients.states)
+        at, n = segment.at, len(sums.states)
         kept = segment.record.get()
-        x = as_leaf(kept[n] if x is None else x, gradients.x is not None)
+        x = as_leaf(kept[n] if x is None else x, sums.x is not None)
         before = [as_leaf(state) for state in kept[:n]]
-        weights = [as_leaf(w, total is not None) for w, total in zip(flat, gradients.weights, strict=True)]
-        sums = {id(w): total for w, total in zip(weights, gradients.weights, strict=True) if total is not None}
+        weights = [as_leaf(w, total is not None) for w, total in zip(flat, sums.weights, strict=True)]
+        into = {id(w): total for w, total in zip(weights, sums.weights, strict=True) if total is not None}
         with segment.surroundings.again():
-            y, after, _ = self.streamed.with_weights(weights).run(x, tuple(before), at, sums)
+            y, after, _ = self.streamed.with_weights(weights).run(x, tuple(before), at, into)
             out = self._out(y, at)
         leaves = list(self.leaves.values())
-        # The sums so far come first, as if all segments were in one graph: the order decides the rounding.
-        pairs = [
-            (tensor, gradient)
-            for tensor, gradient in zip((*leaves, out, *after), (*gradients.leaves, dy, *gradients.states), strict=True)
-            if gradient is not None and tensor.requires_grad
-        ]
-        wanted = [tensor for tensor in (x, *before, *weights, *leaves) if tensor.requires_grad]
-        found: dict[int, Tensor | None] = {}
-        if pairs and wanted:
-            outputs, given = zip(*pairs, strict=True)
-            found = dict(
-                zip(map(id, wanted), torch.autograd.grad(outputs, wanted, given, allow_unused=True), strict=True)
-            )
-        gradients.states = [found.get(id(state)) for state in before]
-        gradients.leaves = [found.get(id(leaf)) for leaf in leaves]
-        for weight, total in zip(weights, gradients.weights, strict=True):
-            if total is not None and (gradient := found.get(id(weight))) is not None:
+        outputs, given = (*leaves, out, *after), (*sums.leaves, dy, *sums.states)
+        dx, *found = gradients(outputs, given, [x, *before, *weights, *leaves])
+        sums.states, sums.leaves = found[:n], found[n + len(weights) :]
+        for total, gradient in zip(sums.weights, found[n:][: len(weights)], strict=True):
+            if total is not None and gradient is not None:
                 total.add_(gradient)
-        if gradients.x is not None:
-            dx = found.get(id(x))
-            departures.put(self.source.rows(gradients.x, at), torch.zeros_like(x) if dx is None else dx)
+        if sums.x is not None:
+            departures.put(self.source.rows(sums.x, at), torch.zeros_like(x) if dx is None else dx)
 
     def _out(self, y: Tensor, at: slice) -> Tensor:
         """Return what the gradient of the result is the gradient of."""
@@ -257,7 +239,7 @@ class _Pass:
     def _inputs_again(self, ats: list[slice]) -> Generator[Tensor | None]:
         if not self.source.again:
             return (None for _ in ats)
-        return arrivals(self.source.reads_again(ats), self.device, self.held)
+        return arrivals(self.source.reads_again(ats), self.device, self.source.is_on(self.device))
 
     def _output_gradients(self, ats: list[slice], dresult: Tensor | None) -> Generator[Tensor | None]:
         """Yield the gradient of each segment's part of the result, the last segment's first."""
@@ -290,18 +272,12 @@ class _Streamed(torch.autograd.Function):
                 "a streamed sequence has first derivatives only, got a backward pass with `create_graph=True`: give "
                 'the input whole, with output="sequence" and no `chunk_loss`'
             )
-        for tensor, version in ctx.versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} must stay as it was until the backward pass of a "
-                    f"streamed sequence, which reads it again, got version {tensor._version} after {version}: it was "
-                    "modified by an inplace operation"
-                )
+        require_unchanged(ctx.versions, "a streamed sequence")
         run: _Pass = ctx.run
         n, n_flat = ctx.counts
         flat = saved[n : n + n_flat]
         needs_x, needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4:]
-        gradients = _Gradients(
+        sums = _Sums(
             torch.empty_like(run.source.tensor) if needs_x and run.source.tensor is not None else None,
             list(dfinals),
             [
@@ -312,14 +288,13 @@ class _Streamed(torch.autograd.Function):
         )
         run.stack.give(saved[n + n_flat :])
         try:
-            run.backward(flat, dresult, gradients, torch._C._autograd._get_current_graph_task_keep_graph())
+            run.backward(flat, dresult, sums, torch._C._autograd._get_current_graph_task_keep_graph())
         finally:
             run.stack.take()
         dweights = [
-            None if total is None else total.to(weight.dtype)
-            for total, weight in zip(gradients.weights, flat, strict=True)
+            None if total is None else total.to(weight.dtype) for total, weight in zip(sums.weights, flat, strict=True)
         ]
-        return None, None, None, gradients.x, *gradients.states, *dweights, *gradients.leaves
+        return None, None, None, sums.x, *sums.states, *dweights, *sums.leaves
 
 
 def _without(layers: Sequence[Weights]) -> list[Weights]:

@@ -34,6 +34,10 @@ class Source:
     def __init__(self, batch_first: bool, check: Callable[[Tensor], None]):
         self._batch_first, self._check = batch_first, check
 
+    def is_on(self, device: torch.device) -> bool:
+        """Return whether it is a tensor on this device already, so that there is nothing to fetch."""
+        return self.tensor is not None and self.tensor.device == device
+
     def reads(self) -> Iterator[Read]:
         """Yield the segments in the order of time."""
         raise NotImplementedError
