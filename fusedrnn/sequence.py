@@ -19,7 +19,7 @@ from fusedrnn.backends.base import (
     Workspace,
 )
 from fusedrnn.backends.reference import Reference
-from fusedrnn.backends.rows import aligned
+from fusedrnn.backends.rows import aligned, views
 from fusedrnn.cells import CellSpec, States, Weights, state_dtype
 from fusedrnn.layout import Chunk, SequenceLayout
 
@@ -106,14 +106,15 @@ class Plan:
         return rows.tensor_split(len(self.tasks), -1)[index]
 
     def slot_bytes(self, chunk: Chunk, states: States) -> int:
-        """Return the bytes of a chunk's slot; `states` are a task's."""
-        return sum(self.slot_parts(chunk, states))
+        """Return the bytes of a chunk's slot: what the backend saves, then a task's states before the chunk."""
+        # Not `nbytes`, which symbolic sizes do not have.
+        before = sum(aligned(state.numel() * state.element_size()) for state in states)
+        return self.own_bytes(chunk, states) + before
 
-    def slot_parts(self, chunk: Chunk, states: States) -> list[int]:
-        """Return the bytes of its parts: what the backend saves, then the states before the chunk."""
+    def own_bytes(self, chunk: Chunk, states: States) -> int:
+        """Return the bytes of a chunk's slot that are the backend's."""
         assert isinstance(self.backend, ChunkedBackend)
-        own = self.backend.slot_bytes(self.tasks[0], chunk.rows, states[0].dtype)
-        return [aligned(own), *(aligned(state.numel() * state.element_size()) for state in states)]
+        return aligned(self.backend.slot_bytes(self.tasks[0], chunk.rows, states[0].dtype))
 
     def expected_bytes(self, states: States) -> int:
         """Return the bytes of all slots."""
@@ -122,12 +123,8 @@ class Plan:
 
 def _parts(plan: Plan, chunk: Chunk, states: States, buffer: Tensor) -> tuple[Tensor, States]:
     """Return the parts of a slot's buffer: the backend's, and the states, shaped like `states`."""
-    own, *rest = buffer.split(plan.slot_parts(chunk, states))
-    before = tuple(
-        part[: state.numel() * state.element_size()].view(state.dtype).view(state.shape)
-        for part, state in zip(rest, states, strict=True)
-    )
-    return own, before
+    own = plan.own_bytes(chunk, states)
+    return buffer[:own], tuple(views(buffer[own:], ((state.shape, state.dtype) for state in states)))
 
 
 def tasks(

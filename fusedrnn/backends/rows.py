@@ -64,6 +64,16 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def views(buffer: Tensor, like: Iterable[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    """Return tensors of these shapes and dtypes that lie one after another in a slot, each aligned."""
+    found, start = [], 0
+    for shape, dtype in like:
+        stop = start + shape.numel() * dtype.itemsize
+        found.append(buffer[start:stop].view(dtype).view(shape))
+        start = aligned(stop)
+    return found
+
+
 def walk(
     steps: Steps, resets: Tensor | None, *states: tuple[Tensor, Tensor], backward: bool = False
 ) -> Iterator[tuple[slice, list[Tensor]]]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedrnn.backends.rows import aligned, views
 from fusedrnn.cells import state_dtype
 from fusedrnn.streaming.transfer import Departures
 
@@ -18,25 +19,16 @@ class Record(NamedTuple):
 
     def get(self) -> list[Tensor]:
         """Return the tensors, views of the slot."""
-        parts = self.handle.get().split([_size(shape, dtype) for shape, dtype in self.like])
-        return [
-            part[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for part, (shape, dtype) in zip(parts, self.like, strict=True)
-        ]
-
-
-def _size(shape: torch.Size, dtype: torch.dtype) -> int:
-    return -(-shape.numel() * dtype.itemsize // 256) * 256
+        return views(self.handle.get(), self.like)
 
 
 def record_in(stack: Any, tensors: Sequence[Tensor]) -> Record:
     """Copy tensors into a slot of a stack."""
     like = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    slot = stack.reserve(sum(_size(*found) for found in like))
-    start = 0
-    for tensor in tensors:
-        slot.buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start += _size(tensor.shape, tensor.dtype)
+    slot = stack.reserve(sum(aligned(tensor.nbytes) for tensor in tensors))
+    for part, tensor in zip(views(slot.buffer, like), tensors, strict=True):
+        part.copy_(tensor)
+    del part  # it would count as another user of the buffer
     return Record(stack.push(slot), like)
 
 
