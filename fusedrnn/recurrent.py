@@ -107,7 +107,7 @@ class Recurrent(nn.RNNBase):
             layout,
             self.options,
             directions=2 if self.bidirectional else 1,
-            dropout=self.dropout if self.training and self.num_layers > 1 else 0.0,
+            dropout=self._drawn_dropout(),
             resets=resets,
             training=self.training,
             cells=cells,
@@ -120,8 +120,18 @@ class Recurrent(nn.RNNBase):
             places = packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices
             return [PackedSequence(rows, *places) for rows in out], _select(states, packed.unsorted_indices)
         if not batched:
-            return [rows.squeeze(1) for rows in out], tuple(state.squeeze(1) for state in states)
-        return [rows.transpose(0, 1) if self.batch_first else rows for rows in out], states
+            states = tuple(state.squeeze(1) for state in states)
+        return [self._arranged(rows, batched) for rows in out], states
+
+    def _arranged(self, rows: Tensor, batched: bool) -> Tensor:
+        """Return rows [T, B, features] in the user's layout."""
+        if not batched:
+            return rows.squeeze(1)
+        return rows.transpose(0, 1) if self.batch_first else rows
+
+    def _drawn_dropout(self) -> float:
+        """Return the probability of dropout between layers, 0 where none is drawn."""
+        return self.dropout if self.training and self.num_layers > 1 else 0.0
 
     def stream(
         self,

@@ -114,6 +114,16 @@ def results(
     return {name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None}
 
 
+def assert_agrees_with_float64(module: nn.RNNBase, x: Tensor | PackedSequence, hx: Any = None) -> None:
+    """Raise AssertionError unless a layer's results, as `results` returns them, agree with those of its `twin`."""
+    with poisoned():
+        ours = results(module, x, hx)
+    exact = results(twin(module), x, hx)
+    assert ours.keys() == exact.keys()
+    for name in exact:
+        assert_close(ours[name], exact[name], name)
+
+
 def full_device(**options: Any) -> OffloadConfig:
     """Return a configuration as for a device that is full: all that may be spilled is, down to small tensors.
 

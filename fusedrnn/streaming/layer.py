@@ -64,12 +64,12 @@ def run_streamed(
         weights,
         # What a segment saves does not live long enough to be offloaded.
         replace(layer.options, offload=None),
-        dropout=layer.dropout if layer.training and layer.num_layers > 1 else 0.0,
+        dropout=layer._drawn_dropout(),
         training=layer.training,
         resets=resets,
         output=output,
         loss=chunk_loss,
-        arrange=lambda y: _arranged(layer, source, y),
+        arrange=lambda y: layer._arranged(y, not source.unbatched),
     )
     offload = innermost() or layer.options.offload
     result, finals, choice, segments = stream(
@@ -82,7 +82,7 @@ def run_streamed(
     if output == "last":
         result = result.squeeze(0) if source.unbatched else result
     elif chunk_loss is None:
-        result = _arranged(layer, source, result)
+        result = layer._arranged(result, not source.unbatched)
     return result, tuple(state.squeeze(1) for state in finals) if source.unbatched else finals
 
 
@@ -110,7 +110,7 @@ def _stream_chunks(layer: Any, source: Source, state: Any, backward: str, resets
     with closing(arrivals(source.reads(), device, source.is_on(device))) as pieces:
         for piece in pieces:
             at, stop = slice(stop, stop + len(piece)), stop + len(piece)
-            x = _arranged(layer, source, piece)
+            x = layer._arranged(piece, not source.unbatched)
             here = (
                 None if resets is None else resets[:, at] if layer.batch_first and not source.unbatched else resets[at]
             )
@@ -153,10 +153,3 @@ def _source(layer: Any, input: Any, weights: list[Weights], steps: int | None) -
 def _states(layer: Any, source: Source, states: States | None, x: Tensor) -> States | None:
     """Check the initial states once the batch size is known."""
     return None if states is None else layer._check_states(states, x, x.shape[1], not source.unbatched)
-
-
-def _arranged(layer: Any, source: Source, y: Tensor) -> Tensor:
-    """Return rows [n, B, features] in the user's layout."""
-    if source.unbatched:
-        return y.squeeze(1)
-    return y.transpose(0, 1) if layer.batch_first else y
