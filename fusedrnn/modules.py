@@ -1,6 +1,6 @@
 """`fusedrnn.LSTM` and `fusedrnn.GRU`: torch's own layers that need far less memory."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -9,7 +9,9 @@ from fusedrnn.cells import GRU as GRU_CELL
 from fusedrnn.cells import LAYER_NORM_LSTM, CellSpec
 from fusedrnn.cells import LSTM as LSTM_CELL
 from fusedrnn.recurrent import Recurrent
-from fusedrnn.streaming import ChunkLoss
+
+if TYPE_CHECKING:
+    from fusedrnn.streaming import ChunkLoss
 
 
 class LSTM(Recurrent, nn.LSTM):
@@ -109,7 +111,7 @@ class LSTM(Recurrent, nn.LSTM):
         return_cells: bool = False,
         *,
         output: str = "sequence",
-        chunk_loss: ChunkLoss | None = None,
+        chunk_loss: Union["ChunkLoss", None] = None,
     ) -> (
         tuple[Tensor | PackedSequence, tuple[Tensor, Tensor]]
         | tuple[Tensor | PackedSequence, tuple[Tensor, Tensor], Tensor | PackedSequence]
@@ -198,7 +200,7 @@ class GRU(Recurrent, nn.GRU):
         return_cells: bool = False,
         *,
         output: str = "sequence",
-        chunk_loss: ChunkLoss | None = None,
+        chunk_loss: Union["ChunkLoss", None] = None,
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Run the layers.
 

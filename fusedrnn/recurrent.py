@@ -1,7 +1,7 @@
 """What the layers share: their keywords, their checks, and how a call becomes a run of the layers."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from fusedrnn.cells import CellSpec, States, Weights
 from fusedrnn.functional import Options, check_resets, check_states, run_layers
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
-from fusedrnn.streaming import ChunkLoss, is_streamed, run_streamed, stream_chunks
+
+if TYPE_CHECKING:
+    from fusedrnn.streaming import ChunkLoss
 
 
 class Recurrent(nn.RNNBase):
@@ -66,7 +68,7 @@ class Recurrent(nn.RNNBase):
         states: Any,
         resets: Any,
         output: str = "sequence",
-        chunk_loss: ChunkLoss | None = None,
+        chunk_loss: Union["ChunkLoss", None] = None,
         cells: bool = False,
     ) -> tuple[list[Any], States]:
         """Run the layers; see `forward`. The states are a tuple, checked here, or None.
@@ -74,13 +76,12 @@ class Recurrent(nn.RNNBase):
         Returns:
             The output, with `cells` the cell states of the last layer, and the final states as a tuple.
         """
-        if is_streamed(input, output, chunk_loss):
-            if cells:
-                raise ValueError("`return_cells` must be False for a streamed sequence, got True: give the input whole")
-            run = run_streamed
+        if output != "sequence" or chunk_loss is not None or not isinstance(input, (Tensor, PackedSequence)):
             if torch.compiler.is_compiling():
-                from fusedrnn.uncompiled import run_streamed_uncompiled as run
-            result, states = run(self, input, states, resets, output, chunk_loss)
+                from fusedrnn.uncompiled import run_streamed_uncompiled as run_streamed
+            else:
+                from fusedrnn.streaming import run_streamed
+            result, states = run_streamed(self, input, states, resets, output, chunk_loss, cells)
             return [result], states
         packed = input if isinstance(input, PackedSequence) else None
         x = input.data if isinstance(input, PackedSequence) else input
@@ -160,6 +161,8 @@ class Recurrent(nn.RNNBase):
             TypeError: If an argument is of no type that can be streamed.
             ValueError: If an argument is not among its choices, or shapes, dtypes or devices do not agree.
         """
+        from fusedrnn.streaming import stream_chunks
+
         return stream_chunks(self, input, hx, steps, backward, resets)
 
     def _layers(self) -> list[Weights]:

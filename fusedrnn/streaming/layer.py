@@ -20,20 +20,8 @@ from fusedrnn.streaming.transfer import arrivals
 BACKWARDS = ("truncated", "full")
 
 
-def is_streamed(input: Any, output: str, chunk_loss: ChunkLoss | None) -> bool:
-    """Return whether a call goes segment by segment; check the arguments that say so."""
-    _checks.require_choice("output", output, OUTPUTS)
-    if chunk_loss is None:
-        return output != "sequence" or not isinstance(input, (Tensor, PackedSequence))
-    if not callable(chunk_loss):
-        raise TypeError(f"`chunk_loss` must be a function of an output and its timesteps, got {chunk_loss!r}")
-    if output != "sequence":
-        raise ValueError(f"`chunk_loss` takes the output: leave `output` as it is, got output={output!r}")
-    return True
-
-
 def run_streamed(
-    layer: Any, input: Any, states: States | None, resets: Any, output: str, chunk_loss: ChunkLoss | None
+    layer: Any, input: Any, states: States | None, resets: Any, output: str, chunk_loss: ChunkLoss | None, cells: bool
 ) -> tuple[Tensor, States]:
     """Run a layer segment by segment; see `fusedrnn.LSTM.forward`.
 
@@ -44,10 +32,18 @@ def run_streamed(
         resets: As given.
         output: One of `OUTPUTS`.
         chunk_loss: As given.
+        cells: Whether cell states are asked for, which a streamed sequence does not return.
 
     Returns:
         The result in the user's layout, and the final states.
     """
+    _checks.require_choice("output", output, OUTPUTS)
+    if chunk_loss is not None and not callable(chunk_loss):
+        raise TypeError(f"`chunk_loss` must be a function of an output and its timesteps, got {chunk_loss!r}")
+    if chunk_loss is not None and output != "sequence":
+        raise ValueError(f"`chunk_loss` takes the output: leave `output` as it is, got output={output!r}")
+    if cells:
+        raise ValueError("`return_cells` must be False for a streamed sequence, got True: give the input whole")
     _require_streamable(layer, input)
     weights = layer._layers()
     source = _source(layer, input, weights, None)
