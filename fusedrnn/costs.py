@@ -28,10 +28,10 @@ the input's products are half of all, and the faster ones."""
 
 _KEPT_BYTES = 32 << 20
 """The largest block that glibc keeps when it is freed (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c)."""
-_ONEDNN_BLOCK, _ONEDNN_TOUCHED = 15, 9
-"""Numbers per row and unit of the block in which oneDNN keeps what it recorded, and of those that a pass touches; with
-gates of a size that is not kept, it also has them transposed in both passes (oneDNN of torch 2.13, by its calls of mmap
-and its page faults)."""
+_ONEDNN_BLOCK, _ONEDNN_TOUCHED = (9, 6), (6, 3)
+"""Numbers per row of the block in which oneDNN keeps what it recorded, and of those that a pass touches: per unit, and
+per column of the wider of input and output. With gates of a size that is not kept, it also has them transposed in both
+passes. (oneDNN of torch 2.13, by its calls of mmap and its page faults at six sizes.)"""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,9 @@ def step_seconds(machine: Machine, call: Call, backend: str, save: str) -> StepS
         save: Its save mode.
     """
     samples = _samples(machine.measured, call, backend, save)
-    widths = [call.I, *[call.directions * call.P] * (call.layers - 1)]
     layers = [
         _measured(machine, call, save, samples, width) if samples else _estimated(machine, call, backend, save, width)
-        for width in widths
+        for width in _widths(call)
     ]
     forward, backward = (call.directions * sum(parts) for parts in zip(*layers, strict=True))
     return StepSeconds(forward, backward)
@@ -90,10 +89,13 @@ def fresh_bytes(call: Call, backend: str, save: str) -> int:
     width = call.directions * call.P
     blocks = [row * width] * (2 * stages - 1) + [row * call.I]
     fresh = sum(nbytes for nbytes in blocks if nbytes >= _KEPT_BYTES)
-    if whole:
-        unit, runs = row * call.H, call.layers * call.directions
-        fresh += runs * _ONEDNN_TOUCHED * unit if _ONEDNN_BLOCK * unit >= _KEPT_BYTES else 0
-        fresh += runs * 2 * call.cell.gates * unit if call.cell.gates * unit >= _KEPT_BYTES else 0
+    for inputs in _widths(call) if whole else ():
+        gates, wider = row * call.cell.gates * call.H, max(inputs, call.H)
+        block, touched = (
+            row * (units * call.H + columns * wider) for units, columns in (_ONEDNN_BLOCK, _ONEDNN_TOUCHED)
+        )
+        fresh += call.directions * (touched if block >= _KEPT_BYTES else 0)
+        fresh += call.directions * (2 * gates if gates >= _KEPT_BYTES else 0)
     return fresh
 
 
@@ -105,6 +107,11 @@ def fresh_seconds(machine: Machine, nbytes: int) -> float:
         nbytes: Bytes that are mapped and touched.
     """
     return machine.fresh_seconds_per_byte * nbytes
+
+
+def _widths(call: Call) -> list[int]:
+    """Return the width of each layer's input."""
+    return [call.I, *[call.directions * call.P] * (call.layers - 1)]
 
 
 def _products(call: Call, width: int) -> tuple[float, float]:

@@ -392,7 +392,9 @@ MIB = 1 << 20
         ("onednn", "hidden", {"T": 1024, "layers": 2, "directions": 2}, 3 * 64 * MIB + 32 * MIB),
         ("onednn", "gates", {"T": 68}, 0),
         ("onednn", "gates", {"T": 128}, 9 * 4 * MIB),
-        ("onednn", "gates", {"T": 128, "layers": 2, "directions": 2}, 4 * 9 * 4 * MIB),
+        ("onednn", "gates", {"T": 128, "I": 64}, 9 * 4 * MIB),
+        ("onednn", "gates", {"T": 64, "I": 256}, (6 * 2 + 3 * 4) * MIB),
+        ("onednn", "gates", {"T": 128, "layers": 2, "directions": 2}, 2 * (9 * 4 + 6 * 4 + 3 * 8) * MIB),
         ("onednn", "gates", {"T": 256}, (9 + 8) * 8 * MIB),
     ],
 )
