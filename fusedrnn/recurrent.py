@@ -114,9 +114,7 @@ class Recurrent(nn.RNNBase):
             cells=cells,
         )
         if choice is not None:
-            self._choice = (
-                f"backend {choice.backend.name!r}, save={choice.save!r}, chunk={choice.chunk}: {choice.reason}"
-            )
+            self._choice = str(choice)
         if packed is not None:
             places = packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices
             return [PackedSequence(rows, *places) for rows in out], _select(states, packed.unsorted_indices)

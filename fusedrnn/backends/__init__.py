@@ -38,12 +38,23 @@ class NoBackendError(RuntimeError):
 
 
 class Choice(NamedTuple):
-    """Who runs a call, what is saved, how many steps a chunk has, and why."""
+    """Who runs a call, what is saved, how many steps a chunk has, and why.
+
+    `older` says how many chunks of each stage, the first to be computed, are saved in another mode, and in which.
+    """
 
     backend: Backend
     save: str
     chunk: int
     reason: str
+    older: tuple[int, str] = (0, "hidden")
+
+    def __str__(self) -> str:
+        """Describe it in the words of the arguments."""
+        mode = f"save={self.save!r}"
+        if self.older[0]:
+            mode += f" but for the {self.older[0]} oldest chunks with {self.older[1]!r}"
+        return f"backend {self.backend.name!r}, {mode}, chunk={self.chunk}: {self.reason}"
 
 
 @lru_cache(maxsize=1024)
