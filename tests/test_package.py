@@ -46,6 +46,8 @@ ALLOWED = {
     "fusedrnn/recompute.py": {"replay", "stepping"},
     "fusedrnn/dynamic.py": {"_checks", "offload", "recompute", "stepping"},
     "fusedrnn/convert.py": {"modules", "offload"},
+    "fusedrnn/machine.py": {"kernels"},
+    "fusedrnn/costs.py": {"backends", "machine"},
     "fusedrnn/weights.py": {"_checks", "cells"},
     "fusedrnn/testing.py": {"offload"},
 }
