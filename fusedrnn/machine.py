@@ -248,6 +248,20 @@ def uncalibrated(device: str) -> Machine:
     return rough(device_name(device), info) if known is None else replace(known, info=info, memory=info.memory)
 
 
+def machine_with(info: DeviceInfo | None) -> Machine:
+    """Return what is known of the machine whose device has these figures.
+
+    Args:
+        info: Those of a CUDA device, here or elsewhere; None for the CPU.
+    """
+    if info is None:
+        return machine("cpu")
+    for index in range(torch.cuda.device_count()):
+        if device_info(torch.device("cuda", index)) == info:
+            return machine(f"cuda:{index}")
+    return next((preset for preset in PRESETS.values() if preset.info == info), rough("a GPU", info))
+
+
 def _preset_of(name: str) -> Machine | None:
     """Return the preset of a device by the name that its driver gives, or None."""
     word = re.sub(r"[^a-z0-9]", "", name.lower())
