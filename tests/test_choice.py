@@ -24,7 +24,7 @@ def test_auto_on_the_cpu():
     assert chosen() == ("onednn", "gates")
     assert chosen(T=100_000, B=64) == ("onednn", "hidden")
     assert chosen(dtype=torch.bfloat16) == ("torch_step", "gates")
-    assert chosen(dtype=torch.float64, T=1024, B=64, H=1024, P=1024) == ("torch_step", "hidden")
+    assert chosen(dtype=torch.float64, T=1024, B=64, H=4096, P=4096) == ("torch_step", "hidden")
     assert chosen(onednn=False) == ("torch_step", "gates")
     assert chosen(P=8) == ("torch_step", "gates")
     assert chosen(packed=True) == ("torch_step", "gates")
