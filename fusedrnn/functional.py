@@ -34,6 +34,7 @@ class Options:
     offload: OffloadHooks | None = None
     clip_recurrent_grad: float | None = None
     zoneout: float = 0.0
+    memory_budget: int | None = None
 
     def __post_init__(self) -> None:
         _checks.require_choice("save", self.save, ("auto", *LSTM.modes))
@@ -65,6 +66,7 @@ def lstm(
     offload: bool | OffloadConfig | OffloadHooks = False,
     clip_recurrent_grad: float | None = None,
     return_cells: bool = False,
+    memory_budget: int | str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Run one LSTM layer in one direction.
 
@@ -87,16 +89,18 @@ def lstm(
         offload: Whether activations may move to the host; see `fusedrnn.LSTM`.
         clip_recurrent_grad: Bound of the gradients between steps, or None; see `fusedrnn.LSTM`.
         return_cells: Whether all cell states are returned, too; see `fusedrnn.LSTM.forward`.
+        memory_budget: Most bytes that a step may take, or None; see `fusedrnn.LSTM`.
 
     Returns:
         y [T, B, P], and the final states (h [B, P], c [B, H]); with `return_cells` also c_t of all steps [T, B, H].
 
     Raises:
         TypeError: If an argument is not a tensor.
-        ValueError: If shapes, dtypes or devices do not agree.
+        ValueError: If shapes, dtypes or devices do not agree, or nothing keeps to the budget.
         RuntimeError: If no backend can run the call; the message has every backend's reasons.
     """
-    options = Options(save, chunk, backend, offloader("offload", offload), clip_recurrent_grad)
+    budget = _checks.budget_bytes(memory_budget)
+    options = Options(save, chunk, backend, offloader("offload", offload), clip_recurrent_grad, memory_budget=budget)
     _check_input(x, "(T, B, I)", 3)
     weights = Weights(weight_ih, weight_hh, bias_ih, bias_hh, weight_hr)
     H, P = _check_weights(x, weights)
@@ -160,7 +164,7 @@ def run_layers(
     Returns:
         The outputs, the final states, and who ran it (None while compiling).
     """
-    if torch.compiler.is_compiling() and options.offload is not None:
+    if torch.compiler.is_compiling() and (options.offload is not None or options.memory_budget is not None):
         from fusedrnn.uncompiled import run_uncompiled
 
         return run_uncompiled(
@@ -187,8 +191,8 @@ def run_layers(
     saving: AbstractContextManager[Any] = nullcontext()
     if not compiling:
         call = _describe(cell, x, states, layers, layout, directions)
-        call = replace(call, resets=resets is not None, variant=variant)
-        choice = choose(call, options.backend, options.save, options.chunk)
+        call = replace(call, resets=resets is not None, variant=variant, dropout=dropout)
+        choice = choose(call, options.backend, options.save, options.chunk, options.memory_budget)
         offload = (innermost() or options.offload) if call.grad else None
         if call.transformed:
             offload = None

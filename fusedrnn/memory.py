@@ -24,6 +24,8 @@ from fusedrnn.chunking import Plan, tasks
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.stages import run_choice
 
+_STAGE = "_SequenceBackward"
+"""The autograd node of a stage."""
 _STEPS = 8
 """Steps per chunk in the runs that are counted, and twice as many."""
 _ONEDNN_UNITS = 1 << 16
@@ -39,7 +41,10 @@ class Counter(TorchDispatchMode):
 
     def __init__(self, given: Iterable[Tensor]):
         super().__init__()
-        self.live = self.peak = 0
+        self.live = 0
+        self.peaks: dict[tuple[int, bool], int] = {}
+        """Most bytes alive, by the number of stages whose backward pass has begun, and whether one is under way."""
+        self._begun: list[Any] = []
         self._known = {tensor.untyped_storage()._cdata for tensor in given}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,7 +53,12 @@ class Counter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
                 self._add(tensor.untyped_storage())
-        self.peak = max(self.peak, self.live + scratch_bytes(func, args))
+        node = torch._C._current_autograd_node()
+        inside = node is not None and node.name() == _STAGE
+        if inside and (not self._begun or self._begun[-1] is not node):
+            self._begun.append(node)
+        key = len(self._begun), inside
+        self.peaks[key] = max(self.peaks.get(key, 0), self.live + scratch_bytes(func, args))
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -75,32 +85,51 @@ class Footprint(NamedTuple):
     saved: int
 
 
-@lru_cache(maxsize=256)
-def footprint(call: Call, choice: Choice, dropout: float = 0.0) -> Footprint:
+def footprint(call: Call, choice: Choice) -> Footprint:
     """Return what a call takes, the gradient of its input included.
 
     Args:
         call: The call. Packed sequences count as if all were as long as the longest.
         choice: Who runs it, and how it is saved. For the reference, which autograd records, the count is too high.
-        dropout: Probability of dropout between layers.
     """
-    saved = _saved(call, choice, dropout)
+    saved = _saved(call, choice)
     # The longest chunk: what remains after the full ones is cut into powers of two.
     longest = min(choice.chunk, 1 << (call.T.bit_length() - 1))
     low = max(_STEPS, _ONEDNN_UNITS // max(1, call.B * call.H) if isinstance(choice.backend, OneDNN) else 0)
     older = min(choice.older[0], 1), choice.older[1]
-    # What is not in the chunks' buffers is a + b n + c k + d k n, for n chunks of k steps.
-    rest = {}
+    rests = _rest(replace(call, T=0), choice._replace(chunk=0, reason="", older=older), low)
+    peaks = []
+    for key in rests[0][0]:
+        # Linear in the number of chunks, then in their steps.
+        short, long = (two[key] + (call.T / longest - 2) * (three[key] - two[key]) for two, three in rests)
+        peaks.append(short + (long - short) * (longest - low) / low + _waiting(saved, key))
+    return Footprint(round(max(peaks)), sum(saved))
+
+
+def _waiting(saved: list[int], key: tuple[int, bool]) -> int:
+    """Return the bytes of the buffers that still wait: those of the stages whose backward pass is not over."""
+    begun, inside = key
+    return sum(saved[: len(saved) - begun + inside])
+
+
+@lru_cache(maxsize=256)
+def _rest(call: Call, choice: Choice, low: int) -> list[list[dict[tuple[int, bool], int]]]:
+    """Return the bytes outside of the chunks' buffers, for two and three chunks of `low` and of twice as many steps.
+
+    For n chunks of k steps they are a + b n + c k + d k n at every point of the step, which are told apart since not
+    the same one is the highest for all sizes.
+    """
+    found = []
     for k in (low, 2 * low):
-        for n in (2, 3):
-            part, how = replace(call, T=k * n), choice._replace(chunk=k, older=older)
-            rest[k, n] = _count(part, how, dropout) - _saved(part, how, dropout)
-    short, long = (rest[k, 2] + (call.T / longest - 2) * (rest[k, 3] - rest[k, 2]) for k in (low, 2 * low))
-    return Footprint(round(short + (long - short) * (longest - low) / low) + saved, saved)
+        parts = [(replace(call, T=k * n), choice._replace(chunk=k)) for n in (2, 3)]
+        found.append(
+            [{key: peak - _waiting(_saved(*part), key) for key, peak in _count(*part).items()} for part in parts]
+        )
+    return found
 
 
-def _count(call: Call, choice: Choice, dropout: float) -> int:
-    """Run a call forward and backward while its allocations are counted, and return their peak."""
+def _count(call: Call, choice: Choice) -> dict[tuple[int, bool], int]:
+    """Run a call forward and backward while its allocations are counted, and return their peaks."""
     device = torch.device("cpu" if isinstance(choice.backend, OneDNN) else "meta")
     layers, x, states = _tensors(call, device)
     flat = [weight for weights in layers for weight in weights if weight is not None]
@@ -119,15 +148,14 @@ def _count(call: Call, choice: Choice, dropout: float) -> int:
             layers,
             layout,
             directions=call.directions,
-            dropout=dropout,
+            dropout=call.dropout,
             resets=resets,
             variant=call.variant,
             seeds=seeds,
         )
         found = torch.autograd.grad(out, [x, *flat], grads)
-        peak = counter.peak
         del out, finals, found
-    return peak
+    return counter.peaks
 
 
 def _tensors(call: Call, device: torch.device) -> tuple[list[Weights], Tensor, tuple[Tensor, ...]]:
@@ -153,14 +181,14 @@ def _tensors(call: Call, device: torch.device) -> tuple[list[Weights], Tensor, t
     return layers, zeros(call.T, call.B, call.I), tuple(states)
 
 
-def _saved(call: Call, choice: Choice, dropout: float) -> int:
-    """Return the bytes of all chunks' buffers."""
+def _saved(call: Call, choice: Choice) -> list[int]:
+    """Return the bytes of all chunks' buffers of each stage."""
     backend = choice.backend
     if not isinstance(backend, ChunkedBackend) or (isinstance(backend, RecordingBackend) and choice.save == "gates"):
-        return 0
+        return []
     layers, _, states = _tensors(replace(call, T=1), torch.device("meta"))
-    depth = call.layers if call.directions == 1 and not dropout else 1
-    total = 0
+    depth = call.layers if call.directions == 1 and not call.dropout else 1
+    found = []
     for first in range(0, len(layers), depth * call.directions):
         last = first + depth * call.directions
         parts = [tuple(layers[k : k + depth]) for k in range(first, last, depth)]
@@ -168,5 +196,5 @@ def _saved(call: Call, choice: Choice, dropout: float) -> int:
         layout = SequenceLayout(call.T, call.B)
         made = tasks(call.cell, parts, [False, True][: len(parts)], layout, choice.save, None, variant, None)
         plan = Plan(made, backend, choice.chunk, older=choice.older)
-        total += plan.expected_bytes(tuple(state[first:last] for state in states))
-    return total
+        found.append(plan.expected_bytes(tuple(state[first:last] for state in states)))
+    return found

@@ -89,7 +89,7 @@ def choose(
     if usable and budget is not None and call.grad:
         from fusedrnn.planner import within
 
-        return within(call, usable, save, chunk, budget)
+        return within(call, tuple(usable), save, chunk, budget)
     if usable:
         return _saved(call, usable[0], save, steps_of(usable[0], call, chunk))
     lines = [

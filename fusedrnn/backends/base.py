@@ -65,6 +65,7 @@ class Call:
         cell: What each layer computes.
         resets: Whether states start anew within the sequences.
         variant: How the recurrence departs from the cell's equations.
+        dropout: Probability of dropout between layers; 0 when evaluating.
     """
 
     T: int
@@ -86,6 +87,7 @@ class Call:
     cell: CellSpec = LSTM
     resets: bool = False
     variant: Variant = PLAIN
+    dropout: float = 0.0
 
     def step_bytes(self, save: str) -> int:
         """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own outputs."""
