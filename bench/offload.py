@@ -102,6 +102,8 @@ def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
 class _Free:
     """A `fusedrnn.offload.device.Device` whose operations cost nothing, so that the scheduler's own time remains."""
 
+    direct = False
+
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(1))
 
@@ -109,6 +111,9 @@ class _Free:
         return 0
 
     def new_stream(self, name: str) -> str:
+        return name
+
+    def new_disk_stream(self, name: str) -> str:
         return name
 
     def record(self, stream: Any, timed: bool = False) -> int:
@@ -123,6 +128,9 @@ class _Free:
     def synchronize(self, event: Any) -> None:
         return None
 
+    def failure(self, event: Any) -> OSError | None:
+        return None
+
     def elapsed(self, start: Any, end: Any) -> float | None:
         return 1e-6
 
@@ -131,6 +139,9 @@ class _Free:
 
     def allocate_host(self, nbytes: int) -> Any | None:
         return self._buffer
+
+    def allocate_disk(self, folder: Any, nbytes: int) -> Any | None:
+        return None
 
     def copy(self, stream: Any, target: Any, source: Any) -> None:
         return None
