@@ -7,10 +7,10 @@
 A stream of the device cannot wait for a file, so `leave` and `arrive` happen when the host finds that the operation is
 over, and has succeeded. To those of `transitions` these edges are added:
 
-    E9   write stream waits for the entry's spill     E12  read stream waits for the write
+    E9   write stream waits for the entry's spill     E12  an entry leaves the host after its write
     E10  write stream waits for the range's last      E13  a host slot is free after the write that reads it, and
          users in the file                                 after the read that writes it
-    E11  read stream waits for the host slot's        E14  what was read is fetched after the read is over
+    E11  read stream waits for the host slot's        E14  an entry arrives, to be fetched, after its read
          last users                                   E15  a range of the file is free after its last copy
 
 The host waits where nothing else is left: for the oldest write where neither device nor host have room, and for a read
@@ -61,7 +61,7 @@ class DiskTier(Transitions):
         """WRITING -> DISK, where the host must wait for the write if it is not over; -> HOST, if it failed."""
         assert self.disk is not None and entry.host is not None and entry.disk is not None
         if not entry.saved:
-            self._over(entry.io)
+            self._over("E12", entry.io)
             error = self.device.failure(entry.io)
             if error is not None:
                 self._failed(error)
@@ -81,7 +81,6 @@ class DiskTier(Transitions):
         entry.host, stream = host, self._read_stream
         try:
             self._wait("E11", stream, host.events)
-            self._wait("E12", stream, (entry.io,))
             start = self.device.record(stream, True) if entry.timed else None
             self.device.copy(stream, host.span, entry.disk.span)
         except BaseException:
@@ -89,8 +88,8 @@ class DiskTier(Transitions):
             entry.host = None
             raise
         host.events = ()
-        entry.io = entry.d2h = self._after_copy(stream, entry)
-        entry.h2d = None
+        entry.io = self._after_copy(stream, entry)
+        entry.d2h = entry.h2d = None
         if start is not None:
             self.recorder.add("read", entry.sequence, entry.nbytes, start, entry.io)
         self.counters.disk_reads += 1
@@ -101,7 +100,7 @@ class DiskTier(Transitions):
     def _arrive(self, entry: Entry) -> OSError | None:
         """READING -> HOST, where the host must wait for the read if it is not over; -> DISK, if it failed."""
         assert entry.host is not None
-        self._over(entry.io)
+        self._over("E14", entry.io)
         error = self.device.failure(entry.io)
         if error is None:
             self._move(entry, State.HOST)
@@ -112,8 +111,8 @@ class DiskTier(Transitions):
             self._move(entry, State.DISK)
         return error
 
-    def _over(self, event: Any) -> None:
-        """Wait until a copy from or to the file is over."""
+    def _over(self, edge: str, event: Any) -> None:
+        """Wait until a copy from or to the file is over; `edge` says why."""
         if not self.device.query(event):
             start = time.perf_counter()
             self.device.synchronize(event)
@@ -146,27 +145,32 @@ class DiskTier(Transitions):
             return True
         if not demanded:
             return False
-        for entry in self._states[State.READY]:
-            if entry.host is not None:
-                self._forget_copies(entry)
-                return True
-        for state in (State.LOADING, State.SPILLING):
+        for state in (State.READY, State.LOADING, State.SPILLING):
             for entry in self._states[state]:
-                self._retire(entry)
-                return True
+                if entry.host is not None:
+                    self._forget_copies(entry)
+                    return True
         for entry in self._states[State.READING]:
             self._arrive(entry)
+            return True
+        for entry in self._states[State.HOST]:
+            # The file has no room for it either.
+            self.counters.ring_grown += 1
+            self._load(entry, self.ring.grow(entry.nbytes), "makes way")
+            self._forget_copies(entry)
             return True
         return False
 
     def _forget_copies(self, entry: Entry) -> None:
-        """Leave an entry that was read with its copy on the device."""
+        """SPILLING or LOADING -> RESIDENT: only the copy on the device remains, as it does of one that is READY."""
         assert entry.host is not None
         self.host.give(entry.host, self._host_uses(entry))
         if self.disk is not None and entry.disk is not None:
             self.disk.give(entry.disk, self._disk_uses(entry))
         entry.host = entry.disk = entry.io = None
         entry.saved = False
+        if entry.state is not State.READY:
+            self._move(entry, State.RESIDENT)
 
     def _write_oldest(self) -> bool:
         """Let the oldest entry on the host go on to the file; return whether there was one, and room for it."""

@@ -78,7 +78,7 @@ class Entry:
         self.disk: HostSlot | None = None
         """Its range of the file, where it goes there by way of the host."""
         self.d2h: Any = None
-        """Event after its spill, or its latest read; the host copy is good from there on."""
+        """Event after its spill; the host copy is good from there on. None where it came from the file."""
         self.h2d: Any = None
         """Event after its latest fetch, while the device copy comes from one."""
         self.io: Any = None

@@ -74,7 +74,8 @@ class Transitions:
         """RESIDENT -> SPILLING, into the entry's slot of the host."""
         assert entry.slot is not None and entry.host is not None
         stream, host = self._spill_stream, entry.host
-        self._wait("E1", stream, (entry.ready,))
+        # What came from the host before, and has no copy there any more, is good after its fetch.
+        self._wait("E1", stream, (entry.ready if entry.h2d is None else entry.h2d,))
         self._wait("E2", stream, host.events)
         host.events = ()
         start = self.device.record(stream, True) if entry.timed else None
@@ -136,8 +137,8 @@ class Transitions:
         assert entry.host is not None
         stream = self._fetch_stream
         try:
-            # What was read from the file was awaited by the host, and is good for all streams (E14).
-            self._wait("E4", stream, (entry.d2h,))
+            if entry.d2h is not None:
+                self._wait("E4", stream, (entry.d2h,))
             self._wait("E5", stream, slot.free)
             start = self.device.record(stream, True) if entry.timed else None
             self.device.copy(stream, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
@@ -219,7 +220,8 @@ class Transitions:
         # Those before it are still to be awaited if the copy could not be put on its stream.
         before, last = entry.host.events, entry.d2h if entry.h2d is None else entry.h2d
         uses = before if last is None else (*before, last)
-        return uses if entry.io is None or entry.saved else (*uses, entry.io)
+        over = entry.io is None or (entry.saved and entry.state is not State.READING)
+        return uses if over else (*uses, entry.io)
 
     def _disk_uses(self, entry: Entry) -> tuple[Any, ...]:
         """Return the events after which nobody reads or writes the entry's range of the file (E15)."""
