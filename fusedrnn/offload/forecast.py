@@ -1,7 +1,7 @@
 """What a training step would take: the scheduler itself, on a device that only keeps the time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusedrnn.offload.config import OffloadConfig
 from fusedrnn.offload.scheduler import Scheduler
@@ -42,6 +42,8 @@ def forecast(
     latency: float = 0.0,
     announced: bool = True,
     steps: int = 1,
+    disk_bytes_per_second: float = 3e9,
+    host_limit: int | None = None,
 ) -> Forecast:
     """Run training steps of the scheduler on the simulated device and return the last.
 
@@ -55,9 +57,17 @@ def forecast(
         latency: Seconds that each copy takes in addition.
         announced: Whether the scheduler is told beforehand how much is coming.
         steps: How many steps to run; from the second on, speeds and sizes are known.
+        disk_bytes_per_second: Speed of the disk, each way, where the configuration names a `spill_dir`.
+        host_limit: Bytes of pinned memory, in place of the configuration's limit and this machine's memory.
     """
-    device = SimulatedDevice(memory=memory, bytes_per_second=bytes_per_second, latency=latency, trace=True)
-    scheduler = Scheduler(device, config)
+    device = SimulatedDevice(
+        memory=memory,
+        bytes_per_second=bytes_per_second,
+        latency=latency,
+        disk_bytes_per_second=disk_bytes_per_second,
+        trace=True,
+    )
+    scheduler = Scheduler(device, config if host_limit is None else replace(config, host_limit=host_limit))
     stream = device.current
     for _ in range(steps):
         device.work = []
@@ -75,4 +85,4 @@ def forecast(
             device.read(handle.get(writable=True), None, consume)
             handle.release()
     work = [done._replace(start=done.start - start, end=done.end - start) for done in device.work or []]
-    return Forecast(turn - start, stream.time - turn, device.peak, device.host_peak, scheduler.counters, work)
+    return Forecast(turn - start, stream.time - turn, device.peak, device.host_peak, scheduler.stats(), work)

@@ -12,30 +12,17 @@ Time. An operation starts when the one before it on its stream has ended and all
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from fusedrnn.offload.device import Span
-
-_STREAMS = 8
+from fusedrnn.offload.simulated_memory import STREAMS, Access, Allocation, Event, Memory, Stream, View
 
 
 class Deadlock(AssertionError):
     """Every stream waits for another."""
-
-
-class Access(NamedTuple):
-    """A read or write of bytes `start` to `stop`, at `epoch` on a stream."""
-
-    start: int
-    stop: int
-    stream: int
-    epoch: int
-    write: bool
-    what: str
 
 
 class Work(NamedTuple):
@@ -45,78 +32,6 @@ class Work(NamedTuple):
     what: str
     start: float
     end: float
-
-
-class _Memory:
-    """Physical memory: its history outlives every allocation in it."""
-
-    __slots__ = ("accesses", "kind", "live", "values")
-
-    def __init__(self, kind: str):
-        self.kind, self.live = kind, True
-        self.accesses: list[Access] = []
-        self.values: list[tuple[int, int, Any]] = []
-
-    def write(self, start: int, stop: int, value: Any) -> None:
-        # What is overwritten in part is lost as a whole: nobody may read it any more.
-        self.values = [found for found in self.values if found[1] <= start or found[0] >= stop]
-        self.values.append((start, stop, value))
-
-    def read(self, start: int, stop: int) -> Any:
-        for first, last, value in self.values:
-            if first == start and stop <= last:
-                return value
-        return None
-
-
-class Allocation:
-    """Memory in use until nothing refers to this object or to a view of it."""
-
-    def __init__(self, device: "SimulatedDevice", memory: _Memory, nbytes: int, home: "Stream"):
-        self.device, self.memory, self.nbytes, self.home = device, memory, nbytes, home
-        self.views = 0
-
-    def __getitem__(self, part: slice) -> "View":
-        return View(self, *part.indices(self.nbytes)[:2])
-
-    def __del__(self) -> None:
-        self.device._free(self)
-
-
-class View:
-    """Bytes `start` to `stop` of an allocation, which it keeps in use."""
-
-    def __init__(self, allocation: Allocation, start: int, stop: int):
-        self.allocation, self.start, self.stop = allocation, start, stop
-        allocation.views += 1
-
-    def __del__(self) -> None:
-        self.allocation.views -= 1
-
-
-class Stream:
-    """A queue of operations with its clock."""
-
-    __slots__ = ("clock", "disk", "error", "index", "name", "queue", "time")
-
-    def __init__(self, name: str, index: int):
-        self.name, self.index = name, index
-        self.clock = [0] * _STREAMS
-        self.time = 0.0
-        self.queue: deque[Any] = deque()
-        self.disk = False
-        """Whether it is a thread that reads or writes files."""
-        self.error: OSError | None = None
-        """What went wrong with its latest copy, until an event tells it."""
-
-
-class Event:
-    """A point of a stream."""
-
-    __slots__ = ("clock", "disk", "done", "error", "time")
-
-    def __init__(self, clock: list[int], time: float, disk: bool, error: OSError | None):
-        self.clock, self.time, self.done, self.disk, self.error = clock, time, False, disk, error
 
 
 class SimulatedDevice:
@@ -150,8 +65,8 @@ class SimulatedDevice:
         self._disk_speed, self.direct = disk_bytes_per_second, direct
         self._streams: list[Stream] = []
         self._host_time = 0.0
-        self._host = [0] * _STREAMS
-        self._pools: dict[tuple[int, int], list[_Memory]] = {}
+        self._host = [0] * STREAMS
+        self._pools: dict[tuple[int, int], list[Memory]] = {}
         self.work: list[Work] | None = [] if trace else None
         self.current = self.new_stream("compute")
         self.capturing = False
@@ -234,7 +149,7 @@ class SimulatedDevice:
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
         pool = self._pools.get((self.current.index, nbytes))
-        memory = pool.pop() if pool else _Memory("device")
+        memory = pool.pop() if pool else Memory("device")
         memory.live = True
         return Allocation(self, memory, nbytes, self.current)
 
@@ -245,14 +160,14 @@ class SimulatedDevice:
         self.host_allocations += 1
         self.host_in_use += nbytes
         self.host_peak = max(self.host_peak, self.host_in_use)
-        return Allocation(self, _Memory("host"), nbytes, self.current)
+        return Allocation(self, Memory("host"), nbytes, self.current)
 
     def allocate_disk(self, folder: Any, nbytes: int) -> Allocation | None:
         """See `Device.allocate_disk`."""
         if self._fail is not None and self._fail("allocate_disk"):
             return None
         self.disk_in_use += nbytes
-        return Allocation(self, _Memory("disk"), nbytes, self.current)
+        return Allocation(self, Memory("disk"), nbytes, self.current)
 
     def copy(self, stream: Stream, target: Span, source: Span) -> None:
         """See `Device.copy`."""
@@ -355,8 +270,8 @@ class SimulatedDevice:
         stream: Stream,
         what: str,
         seconds: float,
-        reads: Iterable[tuple[_Memory, int, int]],
-        writes: Iterable[tuple[_Memory, int, int]],
+        reads: Iterable[tuple[Memory, int, int]],
+        writes: Iterable[tuple[Memory, int, int]],
         run: Callable[[], None],
     ) -> None:
         clock = self._tick(stream)
@@ -370,7 +285,7 @@ class SimulatedDevice:
         stream.time += seconds
         self._put(stream, run)
 
-    def _check(self, memory: _Memory, access: Access, clock: list[int]) -> None:
+    def _check(self, memory: Memory, access: Access, clock: list[int]) -> None:
         if not memory.live:
             self.races.append(f"{access.what} of freed {memory.kind} memory")
         kept = []
