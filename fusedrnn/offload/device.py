@@ -116,6 +116,7 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self._total = torch.cuda.get_device_properties(self.device).total_memory
         self._anchor: tuple[torch.cuda.Event, float] | None = None
+        """An event, and the threads' time when it was reached, where there are threads."""
 
     def current_stream(self) -> torch.cuda.Stream:
         """See `Device.current_stream`."""
@@ -127,6 +128,11 @@ class CudaDevice:
 
     def new_disk_stream(self, name: str) -> ThreadStream:
         """See `Device.new_disk_stream`."""
+        if self._anchor is None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self.current_stream())
+            event.synchronize()
+            self._anchor = event, time.perf_counter()
         return ThreadStream(name)
 
     def record(self, stream: torch.cuda.Stream | ThreadStream, timed: bool = False) -> torch.cuda.Event | ThreadEvent:
@@ -171,11 +177,7 @@ class CudaDevice:
         """Return when an event was reached, on the clock of the threads."""
         if isinstance(event, ThreadEvent):
             return event.time
-        if self._anchor is None:
-            anchor = torch.cuda.Event(enable_timing=True)
-            anchor.record(self.current_stream())
-            anchor.synchronize()
-            self._anchor = anchor, time.perf_counter()
+        assert self._anchor is not None
         anchor, seconds = self._anchor
         return seconds + anchor.elapsed_time(event) / 1e3
 

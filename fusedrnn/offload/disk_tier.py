@@ -185,7 +185,7 @@ class DiskTier(Transitions):
         host = self.host
         while (
             self.disk is not None
-            and policy.write_target(host.limit, host.used, self._bytes[State.WRITING], nbytes) > 0
+            and policy.write_target(host.capacity, host.used, self._bytes[State.WRITING], nbytes) > 0
             and self._write_oldest()
         ):
             pass

@@ -62,6 +62,11 @@ class HostPool:
         self.failures = 0
         self.calls = 0
 
+    @property
+    def capacity(self) -> int:
+        """Bytes that it can hold, as far as is known."""
+        return self.reserved if self.failures else self.limit
+
     def take(self, nbytes: int) -> HostSlot | None:
         """Return a slot of `nbytes`, or None where the host has no room for it."""
         size = self._aligned(nbytes)

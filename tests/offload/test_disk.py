@@ -16,6 +16,7 @@ import fusedrnn
 from fusedrnn.offload import OffloadConfig, Offloader, offload
 from fusedrnn.offload.device import ThreadDevice
 from fusedrnn.offload.disk import Extent
+from fusedrnn.offload.forecast import forecast
 from fusedrnn.offload.scheduler import Scheduler
 from fusedrnn.offload.stack import ActivationStack
 
@@ -265,3 +266,52 @@ def test_words_and_trace_show_the_disk(tmp_path):
         assert {names[event["tid"]] for event in boxes} == rows
         assert sum(names[event["tid"]] == "to the disk" for event in boxes) == found.disk_writes
         (tmp_path / "trace.json").unlink()
+
+
+def forecast_with(tmp_path, disk_bytes_per_second, host_chunks, chunks=128):
+    return forecast(
+        [1 << 20] * chunks,
+        1e-3,
+        1e-3,
+        config=OffloadConfig(occupancy=lambda: 1.0, spill_dir=tmp_path, disk_limit=1 << 40),
+        bytes_per_second=50e9,
+        disk_bytes_per_second=disk_bytes_per_second,
+        host_limit=host_chunks << 20,
+        steps=2,
+    )
+
+
+def test_a_disk_that_is_fast_enough_costs_nothing(tmp_path):
+    """Virtual time: no machine is timed."""
+    found = forecast_with(tmp_path, 2e9, host_chunks=8)
+    assert (found.forward + found.backward) / 256e-3 < 1.01
+    assert found.peak == 4 << 20 and found.host_peak == 8 << 20
+    assert found.counters.ring_grown == found.counters.host_full == 0
+    # The newest that fit on device and host never move; all others cross once each way.
+    assert (128 - 4 - 8) <= found.counters.disk_writes / 2 <= 128 - 4
+    assert found.counters.disk_reads <= found.counters.disk_writes
+
+
+@pytest.mark.parametrize("host_chunks", [8, 32])
+def test_a_slow_disk_is_used_to_its_bound(tmp_path, host_chunks):
+    found = forecast_with(tmp_path, 0.5e9, host_chunks)
+    least = (128 - 4 - host_chunks) * (1 << 20) / 0.5e9
+    assert least < found.forward < 1.05 * least and found.backward < 1.05 * least
+    assert found.counters.disk_waits > 0 and found.counters.ring_grown == 0
+
+
+def test_states_of_a_streamed_sequence_go_there(tmp_path):
+    def run(off):
+        torch.manual_seed(1)
+        layer = fusedrnn.LSTM(4, 16, chunk=8, offload=off)
+        loss, _ = layer(x, chunk_loss=lambda y, at: y.square().sum())
+        loss.backward()
+        return [parameter.grad for parameter in layer.parameters()]
+
+    x = torch.randn(8000, 32, 4)
+    off = offload(OffloadConfig(occupancy=lambda: 1.0, spill_dir=tmp_path))
+    assert all(map(torch.equal, run(off), run(False)))
+    found = off.stats()
+    # Of a thousand segments, in copies that are worth a disk's while.
+    assert 0 < found.disk_writes < 30 and found.disk_written_bytes > 2 << 20
+    check(off.scheduler(CPU))
