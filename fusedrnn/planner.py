@@ -264,7 +264,7 @@ def _way(call: Call, choice: Choice, where: Machine, limit: int, config: Offload
         choice,
         device_bytes=outer + found.peak,
         host_bytes=found.host_peak,
-        disk_bytes=0,
+        disk_bytes=found.counters.disk_peak,
         moved_bytes=found.moved,
         seconds=actual,
         overhead=max(0.0, actual.total / seconds.total - 1),
@@ -302,6 +302,7 @@ def _forecast(
             other=0 if config.occupancy else outer,
             bytes_per_second=where.link_bytes_per_second,
             latency=where.link_latency,
+            disk_bytes_per_second=where.disk_bytes_per_second,
             steps=2,
         )
 

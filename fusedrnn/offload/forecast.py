@@ -1,7 +1,7 @@
 """What a training step would take: the scheduler itself, on a device that only keeps the time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusedrnn.offload.config import OffloadConfig
 from fusedrnn.offload.scheduler import Scheduler
@@ -45,6 +45,8 @@ def forecast(
     latency: float = 0.0,
     announced: bool = True,
     steps: int = 1,
+    disk_bytes_per_second: float = 3e9,
+    host_limit: int | None = None,
 ) -> Forecast:
     """Run training steps of the scheduler on the simulated device and return the last.
 
@@ -59,10 +61,18 @@ def forecast(
         latency: Seconds that each copy takes in addition.
         announced: Whether the scheduler is told beforehand how much is coming.
         steps: How many steps to run; from the second on, speeds and sizes are known.
+        disk_bytes_per_second: Speed of the disk, each way, where the configuration names a `spill_dir`.
+        host_limit: Bytes of pinned memory, in place of the configuration's limit and this machine's memory.
     """
-    device = SimulatedDevice(memory=memory, bytes_per_second=bytes_per_second, latency=latency, trace=True)
+    device = SimulatedDevice(
+        memory=memory,
+        bytes_per_second=bytes_per_second,
+        latency=latency,
+        disk_bytes_per_second=disk_bytes_per_second,
+        trace=True,
+    )
     others = device.allocate(other) if other else None
-    scheduler = Scheduler(device, config)
+    scheduler = Scheduler(device, config if host_limit is None else replace(config, host_limit=host_limit))
     stream = device.current
     forward, backward = (
         [part] * len(sizes) if isinstance(part, (int, float)) else list(part) for part in (compute, consume)
@@ -85,4 +95,4 @@ def forecast(
     work = [done._replace(start=done.start - start, end=done.end - start) for done in device.work or []]
     del others
     peak, moved = device.peak - other, scheduler.counters.spilled_bytes - before
-    return Forecast(turn - start, stream.time - turn, peak, device.host_peak, moved, scheduler.counters, work)
+    return Forecast(turn - start, stream.time - turn, peak, device.host_peak, moved, scheduler.stats(), work)
