@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrnn.backends import choose
 from fusedrnn.backends.base import Call, Variant, gpu_of, tf32_allowed
 from fusedrnn.cells import CELLS, CellSpec, States, Weights
+from fusedrnn.choice import choose
 from fusedrnn.chunking import Plan, tasks
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload.resident import ResidentStack

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fusedrnn import _checks
-from fusedrnn.backends import NAMES, Choice, choose
+from fusedrnn.backends import NAMES, Choice
 from fusedrnn.backends.base import Call, Variant, gpu_of, tf32_allowed
 from fusedrnn.backends.zoneout import draw_seeds
 from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
+from fusedrnn.choice import choose
 from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, innermost, offloader

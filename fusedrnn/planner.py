@@ -1,44 +1,27 @@
 """What a training step will take, said before it runs: memory, time, and the way that fits a budget."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from fusedrnn import _checks
-from fusedrnn.backends import Backend, Choice, choose, lengths_of, mixes, steps_of
-from fusedrnn.backends.base import Call, RecordingBackend, tf32_allowed
-from fusedrnn.backends.mix import Mode, best_mix
+from fusedrnn.backends import Choice, lengths_of, steps_of
+from fusedrnn.backends.base import Call, tf32_allowed
+from fusedrnn.budget import Seconds, seconds_of, size, ways, within
 from fusedrnn.cells import CELLS
-from fusedrnn.costs import fresh_seconds, step_seconds
-from fusedrnn.machine import PRESETS, Machine, machine, machine_with
+from fusedrnn.choice import choose
+from fusedrnn.machine import PRESETS, Machine, machine
 from fusedrnn.memory import footprint
 from fusedrnn.offload import OffloadConfig
 from fusedrnn.offload.config import process_memory
 from fusedrnn.offload.forecast import Forecast, forecast
 
-_CHUNK_LAUNCHES = 40
-"""Operators that a chunk costs in both passes beside its steps and products."""
-_LEAST_CHUNK = 8
 _MUCH = 1 << 50
 _MOST_CHUNKS = 2000
 """Chunks that the scheduler is run for at most; longer sequences are planned in larger pieces."""
-
-
-class Seconds(NamedTuple):
-    """Seconds of the two passes of a step."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of both."""
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -216,28 +199,28 @@ def plan(
         config = replace(config, host_limit=_MUCH)
     choices = [Choice(chosen.backend, mode, steps_of(chosen.backend, call, chunk), "") for mode in modes]
     if save == "auto" and config is None:
-        choices += [way for way in _ways(call, chosen.backend, save, choices[0].chunk, limit, where) if way.older[0]]
+        choices += [way for way in ways(call, chosen.backend, save, choices[0].chunk, limit, where) if way.older[0]]
     if budget is not None:
         with suppress(ValueError):
             choices.append(within(call, (chosen.backend,), save, chunk, budget))
     distinct = {(choice.save, choice.older, choice.chunk): choice for choice in choices}
-    ways = [_way(call, choice, where, limit, config) for choice in distinct.values()]
-    ways.sort(key=lambda way: (not way.fits, way.seconds.total if way.fits else way.device_bytes))
-    return StepPlan(call, where, limit, tuple(ways), _reason(ways, limit))
+    found = [_way(call, choice, where, limit, config) for choice in distinct.values()]
+    found.sort(key=lambda way: (not way.fits, way.seconds.total if way.fits else way.device_bytes))
+    return StepPlan(call, where, limit, tuple(found), _reason(found, limit))
 
 
-def _reason(ways: Sequence[Way], limit: int) -> str:
-    best = ways[0]
+def _reason(found: Sequence[Way], limit: int) -> str:
+    best = found[0]
     if not best.fits:
         return (
             f"nothing fits {size(limit)}: {best.name} needs least, {size(best.device_bytes)}, and would fit with at "
             f"most {best.longest:,} timesteps. Stream the sequence, make the batch smaller, or offload"
         )
-    others = [way for way in ways[1:] if way.fits]
+    others = [way for way in found[1:] if way.fits]
     text = f"{best.name} is best: the quickest of what fits {size(limit)}"
     if others:
         text += f" ({others[0].seconds.total / best.seconds.total - 1:.0%} ahead of {others[0].name})"
-    large = [way.name for way in ways if not way.fits]
+    large = [way.name for way in found if not way.fits]
     return text + (f"; too large: {', '.join(large)}" if large else "")
 
 
@@ -245,9 +228,7 @@ def _way(call: Call, choice: Choice, where: Machine, limit: int, config: Offload
     """Return what a step takes that is saved in one way."""
     taken, seconds = footprint(call, choice), seconds_of(call, choice, where)
     # All sizes are linear in the number of steps.
-    per_step = (taken.peak - footprint(replace(call, T=max(1, call.T // 2)), choice).peak) / max(
-        1, call.T - call.T // 2
-    )
+    per_step = (footprint(replace(call, T=2 * call.T), choice).peak - taken.peak) / call.T
     if config is None or not taken.saved:
         longest = int(call.T + (limit - taken.peak) / per_step)
         return Way(choice, taken.peak, 0, 0, 0, seconds, 0.0, max(0, longest), taken.peak <= limit)
@@ -305,106 +286,3 @@ def _forecast(
             disk_bytes_per_second=where.disk_bytes_per_second,
             steps=2,
         )
-
-
-def seconds_of(call: Call, choice: Choice, where: Machine) -> Seconds:
-    """Return the seconds of a step, nothing being moved off the device.
-
-    Args:
-        call: The step.
-        choice: Who runs it, and how it is saved.
-        where: The machine.
-    """
-    lengths = lengths_of(call, choice.chunk)
-    count, save = choice.older
-    share = sum(lengths[:count]) / max(1, sum(lengths))
-    total = [0.0, 0.0]
-    for mode, part in ((choice.save, 1 - share), (save, share)):
-        if part:
-            found = step_seconds(where, call, choice.backend.name, mode)
-            total[0] += call.T * part * found.forward
-            total[1] += call.T * part * found.backward
-    if isinstance(choice.backend, RecordingBackend) and choice.save == "gates":
-        total[0] += fresh_seconds(where, int(call.T * call.step_bytes("gates")))
-    else:
-        per_chunk = _CHUNK_LAUNCHES * where.launch_latency * call.layers
-        total = [seconds + part * len(lengths) * per_chunk for seconds, part in zip(total, (1 / 3, 2 / 3), strict=True)]
-    return Seconds(*total)
-
-
-def _ways(call: Call, backend: Backend, save: str, steps: int, limit: int, where: Machine) -> Iterator[Choice]:
-    """Yield every mode alone, and the mix of two that is the quickest of those whose peak fits a limit."""
-    modes = backend.saves if save == "auto" else (save,)
-    single = [Choice(backend, mode, steps, "") for mode in modes]
-    yield from single
-    if save != "auto" or not mixes(backend):
-        return
-    taken = [footprint(call, choice) for choice in single]
-    lengths = lengths_of(call, steps)
-    speeds = [seconds_of(call, choice, where).total for choice in single]
-    total = sum(lengths)
-    known = [Mode(c.save, f.saved / total, s / total) for c, f, s in zip(single, taken, speeds, strict=True)]
-    # Scratch is that of the mode that needs more of it.
-    mix = best_mix(known, lengths, limit - max(f.peak - f.saved for f in taken))
-    if mix is None or not mix.older[0]:
-        return
-    choice = Choice(backend, mix.save, steps, "", mix.older)
-    while footprint(call, choice).peak > limit and choice.older[0] < len(lengths):
-        choice = choice._replace(older=(choice.older[0] + 1, mix.older[1]))
-    if choice.older[0] < len(lengths):
-        yield choice
-
-
-@lru_cache(maxsize=256)
-def within(call: Call, usable: Sequence[Backend], save: str, chunk: int | str, budget: int) -> Choice:
-    """Choose the quickest way whose peak keeps to a budget.
-
-    Args:
-        call: The call.
-        usable: The backends that can run it, the preferred first.
-        save: A save mode, or "auto".
-        chunk: Timesteps per chunk, or "auto".
-        budget: Most bytes that the step may take; see `footprint`.
-
-    Raises:
-        ValueError: If none does; the message names the smallest budget that would do.
-    """
-    where = machine_with(call.gpu)
-    least: tuple[int, Choice] | None = None
-    for backend in usable:
-        found = []
-        for steps in _chunk_lengths(backend, call, chunk):
-            for choice in _ways(call, backend, save, steps, budget, where):
-                peak = footprint(call, choice).peak
-                if least is None or peak < least[0]:
-                    least = peak, choice
-                if peak <= budget:
-                    found.append((seconds_of(call, choice, where).total, peak, choice))
-        if found:
-            _, peak, choice = min(found, key=lambda way: way[:2])
-            return choice._replace(reason=f"a step takes {size(peak)}, the budget is {size(budget)}")
-    assert least is not None
-    peak, choice = least
-    raise ValueError(
-        f"`memory_budget` must be at least {peak} bytes ({size(peak)}) for this call ({call}), got {budget} "
-        f"({size(budget)}); that is backend={choice.backend.name!r}, save={choice.save!r}, chunk={choice.chunk}. Raise "
-        "it, stream the sequence (`chunk_loss`, `stream`), or make the batch smaller"
-    )
-
-
-def _chunk_lengths(backend: Backend, call: Call, chunk: int | str) -> Iterator[int]:
-    """Yield the lengths of chunks to try, the longest first."""
-    steps = steps_of(backend, call, chunk)
-    yield steps
-    while chunk == "auto" and mixes(backend) and steps > _LEAST_CHUNK:
-        steps = max(_LEAST_CHUNK, steps // 2)
-        yield steps
-
-
-def size(nbytes: float) -> str:
-    """Return a number of bytes in words."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fusedrnn
-from fusedrnn.backends import BACKENDS, choose, lengths_of
+from fusedrnn.backends import BACKENDS, lengths_of
 from fusedrnn.backends.base import Call
+from fusedrnn.choice import choose
 from fusedrnn.kernels._device import H100
 
 CALL = Call(T=100, B=4, I=8, H=16, P=16, layers=1, directions=1, dtype=torch.float32, device="cpu", onednn=True)
