@@ -53,8 +53,7 @@ class Way:
     @property
     def name(self) -> str:
         """What is saved, in words."""
-        count, save = self.choice.older
-        return f"{self.choice.save}, {count} oldest chunks {save}" if count else self.choice.save
+        return self.choice.name
 
 
 @dataclass(frozen=True)
@@ -87,25 +86,20 @@ class StepPlan:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table: a heading, then a row for each way."""
-        heading = ("save", "chunk", "device", "host", "disk", "moved", "s/step", "us/timestep", "overhead", "longest T")
-        return [
-            heading,
-            *(
-                (
-                    way.name,
-                    str(way.choice.chunk),
-                    size(way.device_bytes) + ("" if way.fits else " (too much)"),
-                    size(way.host_bytes),
-                    size(way.disk_bytes),
-                    size(way.moved_bytes),
-                    f"{way.seconds.total:.3g}",
-                    f"{way.seconds.total / max(1, self.call.T) * 1e6:.3g}",
-                    f"{way.overhead:.0%}",
-                    f"{way.longest:,}",
-                )
-                for way in self.ways
-            ),
-        ]
+        columns: dict[str, list[str]] = {
+            "save": [way.name for way in self.ways],
+            "chunk": [str(way.choice.chunk) for way in self.ways],
+            "memory": [size(way.device_bytes) + ("" if way.fits else " (too much)") for way in self.ways],
+        }
+        if any(way.moved_bytes for way in self.ways):
+            columns["host"] = [size(way.host_bytes) for way in self.ways]
+            columns["disk"] = [size(way.disk_bytes) for way in self.ways]
+            columns["moved"] = [size(way.moved_bytes) for way in self.ways]
+            columns["overhead"] = [f"{way.overhead:.0%}" for way in self.ways]
+        columns["seconds"] = [f"{way.seconds.total:.3g}" for way in self.ways]
+        columns["us per T"] = [f"{way.seconds.total / self.call.T * 1e6:.4g}" for way in self.ways]
+        columns["longest T"] = [f"{way.longest:,}" for way in self.ways]
+        return [tuple(columns), *zip(*columns.values(), strict=True)]
 
     def __str__(self) -> str:
         """Return the table as text."""
@@ -206,7 +200,10 @@ def plan(
     distinct = {(choice.save, choice.older, choice.chunk): choice for choice in choices}
     found = [_way(call, choice, where, limit, config) for choice in distinct.values()]
     found.sort(key=lambda way: (not way.fits, way.seconds.total if way.fits else way.device_bytes))
-    return StepPlan(call, where, limit, tuple(found), _reason(found, limit))
+    reason = _reason(found, limit)
+    if save == "auto" and budget is None and config is None:
+        reason += f'. By itself, save="auto" takes {chosen.name}: {chosen.reason}'
+    return StepPlan(call, where, limit, tuple(found), reason)
 
 
 def _reason(found: Sequence[Way], limit: int) -> str:

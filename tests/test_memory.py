@@ -5,6 +5,7 @@ import torch
 
 import fusedrnn
 from fusedrnn import functional
+from fusedrnn.bench._measure import allocated_bytes
 from fusedrnn.memory import footprint
 
 LSTM, GRU = fusedrnn.LSTM, fusedrnn.GRU
@@ -48,18 +49,6 @@ def chosen(monkeypatch):
     return calls
 
 
-def allocated(function):
-    """Return the most bytes that were in use at once while a function ran, by torch's own account."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 def step_of(module, T, B, dtype=torch.float32):
     """Return a function that runs a layer forward and backward; the gradient of its output is there already."""
     x = torch.randn(T, B, module.input_size, dtype=dtype, requires_grad=True)
@@ -77,6 +66,6 @@ def test_predicted_and_counted_bytes_agree_within_two_percent(monkeypatch, make,
     T, B, I, H, layers = sizes
     calls = chosen(monkeypatch)
     module = make(I, H, layers, **options)
-    counted = allocated(step_of(module, T, B, options.get("dtype", torch.float32)))
+    counted = allocated_bytes(step_of(module, T, B, options.get("dtype", torch.float32)))
     predicted = footprint(*calls[0]).peak
     assert 0.98 * counted < predicted < 1.02 * counted, (predicted, counted)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import fusedrnn
+from fusedrnn.bench._measure import allocated_bytes
 from fusedrnn.testing import assert_agrees_with_float64, results
-from tests.test_memory import allocated, step_of
+from tests.test_memory import step_of
 
 KINDS = {
     "lstm": (fusedrnn.LSTM, {"backend": "torch_step"}),
@@ -22,7 +23,7 @@ T, B, I, H = 400, 4, 8, 64
 
 def peak_of(kind, **options):
     make, own = KINDS[kind]
-    return allocated(step_of(make(I, H, **own, **options), T, B, own.get("dtype", torch.float32)))
+    return allocated_bytes(step_of(make(I, H, **own, **options), T, B, own.get("dtype", torch.float32)))
 
 
 def least_of(kind):

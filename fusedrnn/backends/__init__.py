@@ -41,6 +41,12 @@ class Choice(NamedTuple):
     reason: str
     older: tuple[int, str] = (0, "hidden")
 
+    @property
+    def name(self) -> str:
+        """What is saved, in words."""
+        count, save = self.older
+        return f"{self.save}, {count} oldest chunks {save}" if count else self.save
+
     def __str__(self) -> str:
         """Describe it in the words of the arguments."""
         mode = f"save={self.save!r}"
