@@ -24,6 +24,7 @@ COMMANDS = {
     "offload": "what offloading costs, on a simulated device and where there is one on a GPU",
     "timeline": "the streams of an offloaded pass as a picture",
     "doctor": "what this machine has for fusedrnn, how fast it moves bytes, and what is wrong with it",
+    "calibrate": "measure this machine's speeds and what a timestep takes on it, and save them for `fusedrnn.plan`",
     "gpu-check": "everything that a GPU can show: correctness, then speed and memory beside peers",
 }
 

@@ -27,7 +27,7 @@ from fusedrnn.offload.host import HostSlot
 from fusedrnn.offload.transitions import Transitions
 
 _LOOKED_AT = 16
-"""Entries looked at in search of one to write."""
+"""Entries looked at in search of one to write: where all of them could not be written, the disk is left alone."""
 
 
 class DiskTier(Transitions):
@@ -69,6 +69,7 @@ class DiskTier(Transitions):
                 entry.disk = entry.io = None
                 entry.stays = True
                 self._move(entry, State.HOST)
+                self._states[State.HOST].move_to_end(entry, last=False)
                 return
             entry.saved = True
         self.host.give(entry.host, self._host_uses(entry))

@@ -93,3 +93,10 @@ def test_offload_command_with_a_disk(tmp_path, capsys):
     assert rows["on the disk", "written_bytes"]["p50"] > 0 == rows["in memory", "written_bytes"]["p50"]
     assert "MiB/s" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json"]
+
+
+def test_stream_command_with_a_disk(tmp_path, capsys):
+    options = ["--lengths", "64", "2000", "--batch", "32", "--inputs", "3", "--units", "16", "--repeats", "1"]
+    assert main(["stream", "--quiet", "--spill-dir", str(tmp_path), *options]) == 0
+    assert "states between segments go to" in " ".join(capsys.readouterr().out.split())
+    assert list(tmp_path.iterdir()) == []
