@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusedrnn import _checks
-from fusedrnn.backends import Choice, lengths_of, steps_of
+from fusedrnn.backends import Choice, lengths_of, mixes, steps_of
 from fusedrnn.backends.base import Call, tf32_allowed
 from fusedrnn.budget import Seconds, seconds_of, size, ways, within
 from fusedrnn.cells import CELLS
@@ -194,12 +194,18 @@ def plan(
     choices = [Choice(chosen.backend, mode, steps_of(chosen.backend, call, chunk), "") for mode in modes]
     if save == "auto" and config is None:
         choices += [way for way in ways(call, chosen.backend, save, choices[0].chunk, limit, where) if way.older[0]]
+    if save == "auto" and config is not None and mixes(chosen.backend):
+        # What the link does not hide may be computed again instead.
+        first, count = choices[0], len(lengths_of(call, choices[0].chunk))
+        choices += [first._replace(older=(count * part // 4, modes[-1])) for part in (1, 2, 3) if count * part // 4]
     if budget is not None:
         with suppress(ValueError):
             choices.append(within(call, (chosen.backend,), save, chunk, budget))
     distinct = {(choice.save, choice.older, choice.chunk): choice for choice in choices}
     found = [_way(call, choice, where, limit, config) for choice in distinct.values()]
     found.sort(key=lambda way: (not way.fits, way.seconds.total if way.fits else way.device_bytes))
+    mixed = [way for way in found if way.choice.older[0]]
+    found = [way for way in found if way not in mixed[1:]]
     reason = _reason(found, limit)
     if save == "auto" and budget is None and config is None:
         reason += f'. By itself, save="auto" takes {chosen.name}: {chosen.reason}'

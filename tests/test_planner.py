@@ -74,6 +74,16 @@ def test_offloading_moves_what_does_not_fit():
     assert forced.best.moved_bytes > moved.best.moved_bytes
 
 
+def test_where_the_link_is_the_slower_one_some_chunks_are_computed_again_instead():
+    options = {"length": 4000, "batch": 256, "device": "a100", "dtype": torch.bfloat16, "memory_budget": "12GiB"}
+    found = fusedrnn.plan(1024, 1024, **options, offload=True)
+    (mixed,) = [way for way in found.ways if way.choice.older[0]]
+    single = {way.choice.save: way for way in found.ways if not way.choice.older[0]}
+    assert single["gates"].overhead > 0.02
+    assert mixed.moved_bytes < single["gates"].moved_bytes
+    assert found.best.seconds.total <= min(way.seconds.total for way in found.ways if way.fits)
+
+
 def test_a_host_without_room_is_a_plan_that_does_not_fit():
     found = fusedrnn.plan(
         64, 512, length=4000, batch=64, device="h100", save="gates", memory_budget="1GiB",
