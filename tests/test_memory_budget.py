@@ -8,6 +8,7 @@ import torch
 
 import fusedrnn
 from fusedrnn.bench._measure import allocated_bytes
+from fusedrnn.cells import LSTM
 from fusedrnn.testing import assert_agrees_with_float64, results
 from tests.test_memory import step_of
 
@@ -83,7 +84,43 @@ def test_the_functional_form_and_compiled_layers_keep_to_it():
         torch.compile(module, backend="eager")(x)
 
 
+# In the configuration of offloading.
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_the_buffers_that_stay_keep_to_the_budget_of_offloading(tmp_path, share):
+    torch.manual_seed(0)
+    options = {"backend": "torch_step", "save": "gates", "chunk": 10}
+    plain = fusedrnn.LSTM(I, H, **options)
+    x = torch.randn(T, B, I)
+    exact = results(plain, x)
+    saved = T * B * H * LSTM.saved_bytes("gates", torch.float32)
+    budget = int(share * saved)
+    config = fusedrnn.OffloadConfig(spill_dir=tmp_path, memory_budget=budget, occupancy_limit=1.0, chunk_bytes=1024)
+    module = fusedrnn.LSTM(I, H, **options, offload=config)
+    module.load_state_dict(plain.state_dict())
+    for _ in range(2):
+        found = results(module, x)
+        assert all(torch.equal(found[name], exact[name]) for name in exact)
+    stats = module.offloader.stats()
+    assert stats.device_peak <= budget
+    assert stats.spilled_bytes > 0
+    assert stats.device_peak > 0.5 * budget
+
+
+def test_a_budget_of_offloading_that_holds_no_two_buffers_is_refused_and_the_next_call_exact(tmp_path):
+    config = fusedrnn.OffloadConfig(spill_dir=tmp_path, memory_budget="100KiB")
+    module = fusedrnn.LSTM(I, H, backend="torch_step", save="gates", offload=config, dtype=torch.float64)
+    with pytest.raises(torch.OutOfMemoryError, match="`memory_budget` of 102400 bytes has no room for a buffer"):
+        module(torch.randn(T, B, I, dtype=torch.float64))
+    assert_agrees_with_float64(module, torch.randn(3, B, I))
+
+
 @pytest.mark.parametrize("value", [-1, 0, True, "much", "-2GiB", 1.5])
 def test_other_values_are_refused(value):
-    with pytest.raises(ValueError, match="`memory_budget` must be None, a number of bytes"):
-        fusedrnn.LSTM(I, H, memory_budget=value)
+    for refuse in (
+        lambda: fusedrnn.LSTM(I, H, memory_budget=value),
+        lambda: fusedrnn.OffloadConfig(memory_budget=value),
+    ):
+        with pytest.raises(ValueError, match="`memory_budget` must be None, a number of bytes"):
+            refuse()

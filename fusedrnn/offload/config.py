@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusedrnn._checks import budget_bytes
+
 _PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -38,6 +40,9 @@ class OffloadConfig:
             behind.
         disk_limit: Most bytes of such files of all processes on this machine together, or as a percentage of what is
             free there; shared as `host_limit` is.
+        memory_budget: Most bytes of device memory that the buffers of layers may take, a number or a string such as
+            "2GiB", whatever else the device has; what `offload()` finds saved by others goes when they exceed it. None
+            leaves that to the occupancy.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -57,6 +62,7 @@ class OffloadConfig:
     debug: bool = False
     spill_dir: str | os.PathLike[str] | None = None
     disk_limit: int | str = "50%"
+    memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("min_bytes", 0), ("ring_slots", 2), ("prefetch", 0), ("chunk_bytes", 1)):
@@ -83,6 +89,11 @@ class OffloadConfig:
                 "name another on a disk of this machine."
             )
         self.disk_bytes()
+        self.budget_bytes()
+
+    def budget_bytes(self) -> int | None:
+        """Return `memory_budget` in bytes."""
+        return budget_bytes(self.memory_budget)
 
     def host_bytes(self) -> int:
         """Return this process's share of `host_limit` in bytes."""

@@ -46,7 +46,7 @@ class Transitions:
         self.device, self.config = device, config
         self.counters = Counters()
         self.recorder = Recorder(device, config.trace)
-        self.ring = Ring(device, config.ring_slots)
+        self.ring = Ring(device, config.ring_slots, config.budget_bytes())
         self.host = HostPool(device, device.allocate_host, config.host_bytes())
         self.disk: HostPool | None = None
         """Where the host's buffers go when it is full."""
