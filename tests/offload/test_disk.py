@@ -147,7 +147,7 @@ def test_the_process_s_memory_is_what_counts(tmp_path):
     device = ThreadDevice()
     before = device.allocated()
     # Not a tensor, whose memory may have been this process's before.
-    filled = mmap.mmap(-1, 64 << 20)
+    filled = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for _ in range(64):
         filled.write(b"1" * (1 << 20))
     assert 0.9 < (device.allocated() - before) / len(filled) < 1.1
