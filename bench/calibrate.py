@@ -21,13 +21,14 @@ from rich.progress import Progress
 from torch import Tensor
 
 import fusedrnn
-from fusedrnn.backends import BACKENDS, choose
+from fusedrnn.backends import BACKENDS
 from fusedrnn.backends.base import Call, RecordingBackend, gpu_of, tf32_allowed
 from fusedrnn.bench import _speeds
 from fusedrnn.bench._facts import find_gpus
 from fusedrnn.bench._measure import synchronize
 from fusedrnn.bench._report import console, device_name, progress, row, table
 from fusedrnn.cells import CELLS
+from fusedrnn.choice import choose
 from fusedrnn.costs import fresh_seconds, step_seconds
 from fusedrnn.machine import Machine, Sample, machine, path_of, uncalibrated, write
 
