@@ -7,42 +7,31 @@ each the lower quartile is kept: what else a machine does only ever adds, and of
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from rich.progress import Progress
-from torch import Tensor
 
-import fusedrnn
 from fusedrnn.backends import BACKENDS
-from fusedrnn.backends.base import Call, RecordingBackend, gpu_of, tf32_allowed
-from fusedrnn.bench import _speeds
-from fusedrnn.bench._facts import find_gpus
-from fusedrnn.bench._measure import synchronize
+from fusedrnn.backends.base import Call
+from fusedrnn.bench._passes import Runner, describe, typical
+from fusedrnn.bench._rates import measure
 from fusedrnn.bench._report import console, device_name, progress, row, table
-from fusedrnn.cells import CELLS
 from fusedrnn.choice import choose
-from fusedrnn.costs import fresh_seconds, step_seconds
-from fusedrnn.machine import Machine, Sample, machine, path_of, uncalibrated, write
+from fusedrnn.costs import fresh_bytes, fresh_seconds, step_seconds
+from fusedrnn.machine import Machine, Sample, machine, path_of, write
 
-_KEPT_BYTES = 32 << 20
-"""The largest block that glibc keeps when it is freed (DEFAULT_MMAP_THRESHOLD_MAX)."""
 _BUSY = 0.5
 """Load of the last minute from which others are in the way."""
+_PROBE = 64
+"""Steps by which the length of a pass is found."""
 _WHOLE = ("onednn", "triton_sequence")
 """Backends with many steps in a launch, or an operator."""
-_LAYERS: dict[str, Callable[..., torch.nn.RNNBase]] = {
-    "lstm": fusedrnn.LSTM,
-    "gru": fusedrnn.GRU,
-    "layer_norm_lstm": partial(fusedrnn.LSTM, layer_norm=True),
-}
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,6 @@ class Effort:
         seconds: What one pass, forward and backward, takes about.
         rounds: How often everything is run, where the limit allows it, at least once.
         limit: Seconds after which nothing is run again.
-        bytes: Size of the blocks by which speeds of memory are measured.
     """
 
     batches: tuple[int, ...]
@@ -63,7 +51,6 @@ class Effort:
     seconds: float = 0.03
     rounds: int = 4
     limit: float = 90.0
-    bytes: int = 128 << 20
 
 
 EFFORTS = {
@@ -118,7 +105,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise SystemExit(f"--spill-dir must be a folder that exists, got {args.spill_dir}")
     with progress(args.quiet) as bar:
         samples = _samples(args.device, effort, bar)
-        found = _speeds_of(args.device, effort, args.spill_dir, bar)
+        found = measure(args.device, effort.rounds, args.spill_dir, bar)
     found = replace(
         found,
         name=device_name(args.device),
@@ -130,7 +117,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     _show(found)
     console.print(f"saved to {path}", highlight=False, soft_wrap=True)
     return [
-        row(s.backend, f"{s.save}, {way}", "seconds", f"{s.cell} B={s.B} I=H={s.H} {s.dtype}", [seconds], args.device)
+        row(
+            s.backend,
+            f"{s.save}, {way}",
+            "seconds",
+            f"{s.cell} B={s.B} I={s.I} H={s.H} {s.dtype}",
+            [seconds],
+            args.device,
+        )
         for s in samples
         for way, seconds in (("forward", s.forward), ("backward", s.backward))
     ]
@@ -165,92 +159,37 @@ def _require_writable(path: Path) -> None:
         ) from error
 
 
-# Passes.
-
-
-class Runner:
-    """Runs passes of a layer, over random numbers that all of them share."""
-
-    def __init__(self, device: str):
-        self._device = device
-        self._numbers: dict[torch.dtype, Tensor] = {}
-
-    def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        numel = shape[0] * shape[1] * shape[2]
-        numbers = self._numbers.get(dtype)
-        if numbers is None or numbers.numel() < numel:
-            numbers = self._numbers[dtype] = torch.randn(numel, device=self._device).to(dtype)
-        return numbers[:numel].view(shape)
-
-    def passes(self, call: Call, backend: str, save: str, count: int) -> list[tuple[float, float]]:
-        """Return the seconds of some passes, forward and backward."""
-        options: dict[str, Any] = {"backend": backend, "save": save, "bidirectional": call.directions == 2}
-        layer = _LAYERS[call.cell.name](call.I, call.H, call.layers, **options, device=self._device, dtype=call.dtype)
-        x = self._random((call.T, call.B, call.I), call.dtype).detach().requires_grad_()
-        dy = self._random((call.T, call.B, call.directions * call.H), call.dtype)
-        found = []
-        for _ in range(count):
-            layer.zero_grad()
-            x.grad = None
-            start = self._now()
-            y = layer(x)[0]
-            turn = self._now()
-            y.backward(dy)
-            found.append((turn - start, self._now() - turn))
-            del y
-        return found
-
-    def _now(self) -> float:
-        synchronize(self._device)
-        return perf_counter()
-
-
-def _typical(seconds: Sequence[float]) -> float:
-    """Return the lower quartile."""
-    return sorted(seconds)[len(seconds) // 4]
-
-
-def _call(device: str, dtype: torch.dtype, cell: str, T: int, B: int, I: int, H: int, *more: int) -> Call:
-    """Describe a call; `more` may be the numbers of layers and of directions."""
-    layers, directions = more or (1, 1)
-    where = torch.device(device)
-    return Call(
-        **{"T": T, "B": B, "I": I, "H": H, "P": H, "layers": layers, "directions": directions},
-        dtype=dtype,
-        device=where.type,
-        gpu=gpu_of(where),
-        tf32=where.type == "cuda" and tf32_allowed(),
-        onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
-        cell=CELLS[cell],
-    )
-
-
 def _points(device: str, effort: Effort) -> Iterator[tuple[Call, str, str]]:
-    """Yield a call, a backend and a mode for each point that can be measured."""
+    """Yield a call, a backend and a mode for each point that can be measured, and in the middle a wide input, too."""
+    middle = effort.batches[len(effort.batches) // 2], effort.units[len(effort.units) // 2]
     for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
         for cell, backends in BACKENDS.items():
             for H in effort.units:
                 for B in effort.batches:
-                    call = _call(device, dtype, cell, 1 << 20, B, H, H)
+                    call = describe(device, dtype, cell, 1 << 20, B, H, H)
                     able = [known for known in backends.values() if not known.refusals(call)]
                     able = [known for known in able if known.name != "reference"]
                     if device != "cpu" and len(able) > 1:
                         # Beside Triton's kernels nobody takes it.
                         able = [known for known in able if known.name != "torch_step"]
                     yield from ((call, known.name, mode) for known in able for mode in known.saves)
+                    if middle == (B, H):
+                        wide = replace(call, I=4 * H)
+                        yield from ((wide, known.name, mode) for known in able for mode in known.saves)
 
 
 def _length(runner: Runner, call: Call, backend: str, save: str, seconds: float) -> int:
-    """Return how many steps, of whole chunks, take about so many seconds."""
-    choice = choose(call, backend, save)
-    chunk, most = choice.chunk, call.T
-    whole = isinstance(choice.backend, RecordingBackend) and save == "gates"
-    if whole and call.device == "cpu":
-        # Recorded at once, gates, cells and what oneDNN adds must stay in a block that is kept.
-        most = max(1, _KEPT_BYTES * 3 // 4 // (7 * call.B * call.H * call.dtype.itemsize))
-        chunk = min(chunk, most)
-    taken = min(sum(each) for each in runner.passes(replace(call, T=chunk), backend, save, 2))
-    return chunk * max(1, min(round(seconds / taken), most // chunk))
+    """Return how many steps take about so many seconds: whole chunks, unless one takes longer than twice that."""
+    chunk, most = choose(call, backend, save).chunk, call.T
+    # Memory that is mapped at every pass is counted apart.
+    while most > 1 and fresh_bytes(replace(call, T=most), backend, save):
+        most = most * 3 // 4
+    probe = min(chunk, most, _PROBE)
+    taken = min(sum(each) for each in runner.passes(replace(call, T=probe), backend, save, 2)) / probe
+    steps = max(1, round(seconds / taken))
+    if 2 * steps >= chunk:
+        steps = chunk * max(1, round(steps / chunk))
+    return min(max(steps, probe), most)
 
 
 def _samples(device: str, effort: Effort, bar: Progress) -> list[Sample]:
@@ -271,134 +210,27 @@ def _samples(device: str, effort: Effort, bar: Progress) -> list[Sample]:
     bar.remove_task(task)
     samples = []
     for (call, backend, save), seconds in zip(jobs, taken, strict=True):
-        forward, backward = (_typical(way) / call.T for way in zip(*seconds, strict=True))
+        forward, backward = (typical(way) / call.T for way in zip(*seconds, strict=True))
         word = str(call.dtype).removeprefix("torch.")
-        samples.append(Sample(call.cell.name, backend, save, word, call.B, call.H, forward, backward))
+        samples.append(Sample(call.cell.name, backend, save, word, call.B, call.I, call.H, forward, backward))
     return samples
 
 
-# Speeds.
-
-
-def _speeds_of(device: str, effort: Effort, spill_dir: str | None, bar: Progress) -> Machine:
-    """Measure what is not a matter of layers, and return it with what is known without measuring."""
-    found = uncalibrated(device)
-    measured: dict[str, float] = {"eta_product": 1.0, "eta_recurrent": found.eta_recurrent / found.eta_product}
-    jobs: list[tuple[str, Callable[[], dict[str, float]]]] = [
-        ("products", partial(_products, device, effort)),
-        ("memory", partial(_memory, device, effort)),
-        ("launches", partial(_launches, device, effort)),
-    ]
-    if device != "cpu":
-        jobs.append(("link", partial(_link, device)))
-    if spill_dir is not None:
-        jobs.append(("disk", partial(_disk, Path(spill_dir))))
-    task = bar.add_task("", total=len(jobs))
-    for name, job in jobs:
-        bar.update(task, description=name)
-        measured |= job()
-        bar.advance(task)
-    return replace(found, **measured)
-
-
-def _timed(device: str, rounds: int, job: Callable[[], Any], inner: int = 1) -> float:
-    """Return the seconds of a job, of which `inner` are run between two readings of the clock."""
-    seconds = []
-    job()
-    for _ in range(2 * rounds):
-        synchronize(device)
-        start = perf_counter()
-        for _ in range(inner):
-            job()
-        synchronize(device)
-        seconds.append((perf_counter() - start) / inner)
-    return _typical(seconds)
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    """Let products of float32 be rounded to TF32, or not."""
-    switch = torch.backends.cuda.matmul
-    before = switch.fp32_precision
-    switch.fp32_precision = "tf32" if allowed else "ieee"
-    try:
-        yield
-    finally:
-        switch.fp32_precision = before
-
-
-def _products(device: str, effort: Effort) -> dict[str, float]:
-    """Measure products as they are of a chunk with 256 units, or with 1024 on a GPU."""
-    width = 256 if device == "cpu" else 1024
-    found = {}
-    for name, dtype, tf32 in (
-        ("half_flops", torch.bfloat16, False),
-        ("tf32_flops", torch.float32, True),
-        ("float32_flops", torch.float32, False),
-        ("float64_flops", torch.float64, False),
-    ):
-        x, weight = torch.randn(4 * width, width).to(device, dtype), torch.randn(4 * width, width).to(device, dtype)
-        out = torch.empty(4 * width, 4 * width, device=device, dtype=dtype)
-        with _tf32(tf32):
-            seconds = _timed(device, effort.rounds, partial(torch.mm, x, weight.t(), out=out), 4)
-        found[name] = 2.0 * out.numel() * width / seconds
-    return found
-
-
-def _memory(device: str, effort: Effort) -> dict[str, float]:
-    """Measure copies within memory and, on the CPU, the mapping of memory that was not there before."""
-    source = torch.ones(effort.bytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    found = {"memory_bytes_per_second": 2 * effort.bytes / _timed(device, effort.rounds, lambda: target.copy_(source))}
-    if device == "cpu":
-        known = _timed(device, effort.rounds, target.zero_)
-        fresh = _timed(device, effort.rounds, lambda: torch.empty_like(target).zero_())
-        found["fresh_seconds_per_byte"] = max(0.0, fresh - known) / effort.bytes
-    return found
-
-
-def _launches(device: str, effort: Effort) -> dict[str, float]:
-    small = torch.zeros(16, device=device)
-    return {"launch_latency": _timed(device, effort.rounds, lambda: small.add_(1), 1000)}
-
-
-def _link(device: str) -> dict[str, float]:
-    """Take the doctor's copies: the speed of the largest, and what the smallest takes beyond that."""
-    index = torch.device(device).index or 0
-    (gpu,) = (gpu for gpu in find_gpus() if gpu.index == index)
-    copies = [fact.value for fact in _speeds.transfer([gpu]) if isinstance(fact.value, dict)]
-    if not copies:
-        return {}
-    slower = {copy["bytes"]: min(copy["to_host"], copy["to_device"]) for copy in copies}
-    speed, least = slower[max(slower)], min(slower)
-    return {"link_bytes_per_second": speed, "link_latency": max(1e-7, least / slower[least] - least / speed)}
-
-
-def _disk(folder: Path) -> dict[str, float]:
-    """Take the doctor's slower way; a way that it could not measure is left out."""
-    facts = _speeds.disk(folder)
-    known = [fact.value for fact in facts if fact.name in ("write", "read") and isinstance(fact.value, float)]
-    return {"disk_bytes_per_second": min(known)} if known else {}
-
-
-# Tables.
+def _order(sample: Sample) -> tuple[str, str, int]:
+    return sample.backend, sample.save, sample.B
 
 
 def _show(found: Machine) -> None:
-    groups = sorted({(s.cell, s.backend, s.save, s.dtype) for s in found.measured})
-    lines: list[tuple[str, ...]] = []
-    for group in groups:
-        own = {(s.B, s.H): s for s in found.measured if (s.cell, s.backend, s.save, s.dtype) == group}
-        for B in sorted({B for B, _ in own}):
-            units = [own.get((B, H)) for H in sorted({s.H for s in found.measured})]
-            lines.append(
-                (
-                    f"{group[0]} {group[1]} {group[2]} {group[3]}, B={B}",
-                    *("" if s is None else f"{1e6 * s.forward:.3g} + {1e6 * s.backward:.3g}" for s in units),
-                )
-            )
-    columns = ("", *(f"H={H}" for H in sorted({s.H for s in found.measured})))
-    table("Microseconds per timestep, forward + backward", columns, lines, caption="lower quartiles, I = H")
+    units = sorted({s.H for s in found.measured})
+    for cell, dtype in sorted({(s.cell, s.dtype) for s in found.measured}):
+        own = [s for s in found.measured if (s.cell, s.dtype) == (cell, dtype) and s.I == s.H]
+        known = {(f"{s.backend} {s.save}", s.B, s.H): f"{1e6 * s.forward:.3g}+{1e6 * s.backward:.3g}" for s in own}
+        lines = [
+            (name, B, *(known.get((name, B, H), "") for H in units))
+            for name, B in dict.fromkeys((f"{s.backend} {s.save}", s.B) for s in sorted(own, key=_order))
+        ]
+        title = f"{cell}, {dtype}: microseconds per timestep, forward+backward, I = H"
+        table(title, ("", "B", *(f"H={H}" for H in units)), lines)
     speeds = [
         ("products, half precision", f"{found.half_flops / 1e9:,.0f} GFLOP/s"),
         ("products, TF32", f"{found.tf32_flops / 1e9:,.0f} GFLOP/s"),
@@ -417,7 +249,7 @@ def _check(device: str, rounds: int, quiet: bool) -> list[dict[str, Any]]:
     """Compare passes with what is predicted of them."""
     known, runner = machine(device), Runner(device)
     console.print(known.source, style="dim")
-    calls = [_call(device, torch.float32, "lstm", *shape) for shape in CHECKED]
+    calls = [describe(device, torch.float32, "lstm", *shape) for shape in CHECKED]
     choices = [choose(call) for call in calls]
     taken: list[list[float]] = [[] for _ in calls]
     with progress(quiet) as bar:
@@ -429,19 +261,12 @@ def _check(device: str, rounds: int, quiet: bool) -> list[dict[str, Any]]:
     rows, lines = [], []
     for call, choice, seconds in zip(calls, choices, taken, strict=True):
         step = step_seconds(known, call, choice.backend.name, choice.save)
-        predicted = call.T * (step.forward + step.backward) + fresh_seconds(known, _fresh_bytes(call))
-        measured, mode = _typical(seconds), f"{choice.backend.name} {choice.save}"
+        predicted = call.T * (step.forward + step.backward) + fresh_seconds(
+            known, fresh_bytes(call, choice.backend.name, choice.save)
+        )
+        measured, mode = typical(seconds), f"{choice.backend.name} {choice.save}"
         rows.append(row(mode, "measured", "seconds", str(call), seconds, device))
         rows.append(row(mode, "predicted", "seconds", str(call), [predicted], device))
         lines.append((str(call), mode, f"{predicted:.3g}", f"{measured:.3g}", f"{predicted / measured:.2f}"))
     table("Seconds of a pass forward and backward", ("call", "", "predicted", "measured", "ratio"), lines)
     return rows
-
-
-def _fresh_bytes(call: Call) -> int:
-    """Return the bytes of outputs and gradients of inputs whose blocks the allocator does not keep."""
-    if call.device != "cpu":
-        return 0
-    step = call.B * call.dtype.itemsize
-    blocks = [call.T * step * width for width in (call.directions * call.P, call.I)]
-    return sum(nbytes for nbytes in blocks if nbytes >= _KEPT_BYTES)

@@ -7,7 +7,7 @@ of small ones, and no step takes less than its latency or than the traffic of it
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 
 import torch
@@ -25,6 +25,13 @@ _STEEPEST = {"B": 1.0, "H": 2.0}
 _LEAST = 0.5
 """The part of a measured step that is left at least where the input is narrower than the layer: with an input as wide,
 the input's products are half of all, and the faster ones."""
+
+_KEPT_BYTES = 32 << 20
+"""The largest block that glibc keeps when it is freed (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c)."""
+_ONEDNN_BLOCK, _ONEDNN_TOUCHED = 15, 9
+"""Numbers per row and unit of the block in which oneDNN keeps what it recorded, and of those that a pass touches; with
+gates of a size that is not kept, it also has them transposed in both passes (oneDNN of torch 2.13, by its calls of mmap
+and its page faults)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ def step_seconds(machine: Machine, call: Call, backend: str, save: str) -> StepS
     """Return what a timestep of a call takes, averaged over a chunk, with its share of the products of whole chunks.
 
     Where the machine has samples of the backend, mode and cell, they are interpolated in the logarithms of B and H, and
-    corrected for inputs of another width by the speed of large products. Resets, clipping and zoneout are not counted.
+    corrected for inputs of another width by samples of such, else by the speed of large products. Resets, clipping and
+    zoneout are not counted.
 
     Args:
         machine: The machine.
@@ -62,15 +70,39 @@ def step_seconds(machine: Machine, call: Call, backend: str, save: str) -> StepS
     return StepSeconds(forward, backward)
 
 
-def fresh_seconds(machine: Machine, nbytes: int) -> float:
-    """Return what it takes to map memory that the allocator has not kept.
+def fresh_bytes(call: Call, backend: str, save: str) -> int:
+    """Return the bytes that a pass, forward and backward, maps anew, its outputs and gradients of inputs included.
 
     On the CPU that is every block of 32 MiB and more: glibc gives those back when they are freed, and the kernel maps
-    and zeroes them anew, page by page. The first writing of them is not counted: steps include it.
+    and zeroes them anew, page by page, when they are touched. Slots of chunks are smaller.
+
+    Args:
+        call: The call.
+        backend: Name of the backend that runs it.
+        save: Its save mode.
+    """
+    if call.device != "cpu":
+        return 0
+    row = call.T * call.B * call.dtype.itemsize
+    whole = (backend, save) == ("onednn", "gates")
+    # Layers run one after another where each must be complete before the next one starts.
+    stages = call.layers if whole or call.directions == 2 else 1
+    width = call.directions * call.P
+    blocks = [row * width] * (2 * stages - 1) + [row * call.I]
+    fresh = sum(nbytes for nbytes in blocks if nbytes >= _KEPT_BYTES)
+    if whole:
+        unit, runs = row * call.H, call.layers * call.directions
+        fresh += runs * _ONEDNN_TOUCHED * unit if _ONEDNN_BLOCK * unit >= _KEPT_BYTES else 0
+        fresh += runs * 2 * call.cell.gates * unit if call.cell.gates * unit >= _KEPT_BYTES else 0
+    return fresh
+
+
+def fresh_seconds(machine: Machine, nbytes: int) -> float:
+    """Return what it takes to map memory that the allocator has not kept, see `fresh_bytes`; nothing on a GPU.
 
     Args:
         machine: The machine.
-        nbytes: Bytes in such blocks.
+        nbytes: Bytes that are mapped and touched.
     """
     return machine.fresh_seconds_per_byte * nbytes
 
@@ -80,10 +112,6 @@ def _products(call: Call, width: int) -> tuple[float, float]:
     per_column = 2.0 * call.B * call.cell.gates * call.H
     projection = 2.0 * call.B * call.H * call.P if call.P != call.H else 0.0
     return per_column * call.P + projection, per_column * width
-
-
-def _again(save: str) -> int:
-    return 0 if save == "gates" else 1
 
 
 def _estimated(machine: Machine, call: Call, backend: str, save: str, width: int) -> tuple[float, float]:
@@ -117,32 +145,38 @@ def _samples(measured: Iterable[Sample], call: Call, backend: str, save: str) ->
     def distance(name: str) -> tuple[int, bool]:
         return abs(getattr(torch, name).itemsize - call.dtype.itemsize), name != word
 
-    nearest = min({sample.dtype for sample in found}, key=distance, default="")
+    nearest = min({sample.dtype for sample in found if sample.I == sample.H}, key=distance, default="")
     return [sample for sample in found if sample.dtype == nearest]
 
 
 def _measured(machine: Machine, call: Call, save: str, samples: Sequence[Sample], width: int) -> tuple[float, float]:
     """Return the seconds of a layer's step, forward and backward, from samples."""
-    rows: dict[int, list[Sample]] = {}
-    for sample in samples:
-        rows.setdefault(sample.B, []).append(sample)
+    square = [sample for sample in samples if sample.I == sample.H]
     flops = machine.flops_per_second(call.dtype, call.tf32)
     recurrent, inputs = _products(call, width)
-    square = 2.0 * call.B * call.cell.gates * call.H * call.H
-    small = (recurrent - square) / (machine.eta_recurrent * flops)
-    large_recurrent, large_inputs = ((part - square) / (machine.eta_product * flops) for part in (recurrent, inputs))
-    more = (
-        small + large_inputs,
-        small + (1 + _again(save)) * large_recurrent + (2 + _again(save)) * large_inputs,
-    )
+    same = _products(replace(call, P=call.H), call.H)[0]
+    small, large = ((recurrent - same) / (eta * flops) for eta in (machine.eta_recurrent, machine.eta_product))
+    again = 0 if save == "gates" else 1
     found = []
-    for name, extra in zip(("forward", "backward"), more, strict=True):
-        by_batch = [
-            (B, _interpolate([(s.H, getattr(s, name)) for s in row], call.H, _STEEPEST["H"])) for B, row in rows.items()
+    for way, count, projected in (("forward", 1, small), ("backward", 2 + again, small + (1 + again) * large)):
+        seconds = _at(square, way, call.B, call.H)
+        slopes = [
+            (getattr(wide, way) - _at(square, way, wide.B, wide.H))
+            / (2.0 * wide.B * call.cell.gates * wide.H * (wide.I - wide.H))
+            for wide in samples
+            if wide.I != wide.H
         ]
-        seconds = _interpolate(by_batch, call.B, _STEEPEST["B"])
-        found.append(max(_LEAST * seconds, seconds + extra))
+        per_flop = max(0.0, sum(slopes) / len(slopes)) if slopes else count / (machine.eta_product * flops)
+        found.append(max(_LEAST * seconds, seconds + projected + per_flop * (inputs - same)))
     return found[0], found[1]
+
+
+def _at(samples: Iterable[Sample], way: str, B: int, H: int) -> float:
+    """Interpolate seconds, "forward" or "backward", between samples; for each B there may be other H."""
+    rows: dict[int, list[tuple[int, float]]] = {}
+    for sample in samples:
+        rows.setdefault(sample.B, []).append((sample.H, getattr(sample, way)))
+    return _interpolate([(size, _interpolate(row, H, _STEEPEST["H"])) for size, row in rows.items()], B, _STEEPEST["B"])
 
 
 def _interpolate(points: Iterable[tuple[int, float]], at: int, steepest: float) -> float:

@@ -22,9 +22,13 @@ VERSION = 1
 """Version of the files; those of others are not read."""
 
 
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
 @dataclass(frozen=True)
 class Sample:
-    """Measured seconds per timestep of one layer in one direction whose input is as wide as it is itself.
+    """Measured seconds per timestep of one layer in one direction.
 
     Args:
         cell: Name of the cell.
@@ -32,6 +36,7 @@ class Sample:
         save: Save mode.
         dtype: Element type by name.
         B: Batch size.
+        I: Width of the input; where it is not H, it shows how fast a backend multiplies inputs.
         H: Hidden units.
         forward: Seconds per timestep of the forward pass.
         backward: Seconds per timestep of the backward pass.
@@ -42,6 +47,7 @@ class Sample:
     save: str
     dtype: str
     B: int
+    I: int
     H: int
     forward: float
     backward: float
@@ -101,11 +107,11 @@ class Machine:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0.0 if field.name == "fresh_seconds_per_byte" else math.ulp(0.0)
-            if field.type is float and not (isinstance(value, (int, float)) and least <= value < math.inf):
+            free = field.name == "fresh_seconds_per_byte" and value == 0
+            if field.type is float and not (free or _is_positive(value)):
                 raise ValueError(f"`{field.name}` must be positive and finite, got {value!r}")
         for sample in self.measured:
-            if not (0 < sample.forward < math.inf and 0 < sample.backward < math.inf and min(sample.B, sample.H) > 0):
+            if not all(map(_is_positive, (sample.B, sample.I, sample.H, sample.forward, sample.backward))):
                 raise ValueError(f"`measured` must have positive sizes and seconds, got {sample}")
 
     def flops_per_second(self, dtype: torch.dtype, tf32: bool = False) -> float:
