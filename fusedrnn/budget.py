@@ -5,9 +5,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fusedrnn.backends import Backend, Choice, lengths_of, mixes, steps_of
-from fusedrnn.backends.base import Call, RecordingBackend
+from fusedrnn.backends.base import Call
 from fusedrnn.backends.mix import Mode, best_mix
-from fusedrnn.costs import fresh_seconds, step_seconds
+from fusedrnn.costs import fresh_bytes, fresh_seconds, step_seconds
 from fusedrnn.machine import Machine, machine_with
 from fusedrnn.memory import footprint
 
@@ -45,12 +45,11 @@ def seconds_of(call: Call, choice: Choice, where: Machine) -> Seconds:
             found = step_seconds(where, call, choice.backend.name, mode)
             total[0] += call.T * part * found.forward
             total[1] += call.T * part * found.backward
-    if isinstance(choice.backend, RecordingBackend) and choice.save == "gates":
-        total[0] += fresh_seconds(where, int(call.T * call.step_bytes("gates")))
-    else:
-        per_chunk = _CHUNK_LAUNCHES * where.launch_latency * call.layers
-        total = [seconds + part * len(lengths) * per_chunk for seconds, part in zip(total, (1 / 3, 2 / 3), strict=True)]
-    return Seconds(*total)
+    total[0] += fresh_seconds(where, fresh_bytes(call, choice.backend.name, choice.save))
+    # Steps include what chunks of the usual length cost beside them.
+    usual = lengths_of(call, steps_of(choice.backend, call, "auto"))
+    more = max(0, len(lengths) - len(usual)) * _CHUNK_LAUNCHES * where.launch_latency * call.layers
+    return Seconds(total[0] + more / 3, total[1] + more * 2 / 3)
 
 
 def ways(call: Call, backend: Backend, save: str, steps: int, limit: int, where: Machine) -> Iterator[Choice]:

@@ -141,7 +141,7 @@ def _gpu(
 ) -> Machine:
     """Return a GPU from its published figures; all that is written out here is assumed, not published.
 
-    Efficiencies, 5 microseconds of a step and 6 of a copy: design/offloading.md, section 7. 3 microseconds of a launch:
+    Efficiencies of products, 5 microseconds of a step and 6 of a copy are guesses; 3 microseconds of a launch is
     what `backends/graphs.py` assumes. Disk: an SSD on PCIe 4.0 with four lanes at less than half of its link's speed.
     """
     half, tf32, single, double = (1e12 * figure for figure in tflops)
