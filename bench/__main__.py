@@ -20,6 +20,7 @@ COMMANDS = {
     "stream": "a million steps: input from a file, a loss per chunk, beside torch.nn.LSTM by proportion",
     "packed": "sequences of very different lengths, beside torch.nn.LSTM on packed and on padded input",
     "kernels": "registers, shared memory and floors of the Triton kernels, compiled without a GPU",
+    "plan": "what a step will take of memory and time, in every way, before it runs",
     "offload": "what offloading costs, on a simulated device and where there is one on a GPU",
     "timeline": "the streams of an offloaded pass as a picture",
     "doctor": "what this machine has for fusedrnn, how fast it moves bytes, and what is wrong with it",

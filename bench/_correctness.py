@@ -8,7 +8,8 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import fusedrnn
-from fusedrnn.backends import BACKENDS, NoBackendError
+from fusedrnn.backends import BACKENDS
+from fusedrnn.choice import NoBackendError
 from fusedrnn.testing import assert_no_worse_than_torch, full_device, poisoned, results, twin
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -167,6 +167,20 @@ def peak_bytes(step: Callable[[], None], device: str = "cpu") -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - start
 
 
+def allocated_bytes(step: Callable[[], None], device: str = "cpu") -> int:
+    """Run a function once and return the most bytes of tensors that it had at once, by torch's own account."""
+    if device.startswith("cuda"):
+        return peak_bytes(step, device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a fresh process and return what it returns.
 

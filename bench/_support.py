@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedrnn.backends import BACKENDS, choose
+from fusedrnn.backends import BACKENDS
 from fusedrnn.backends.base import Call, tf32_allowed
 from fusedrnn.bench._facts import Fact, Gpu
 from fusedrnn.cells import CELLS, CellSpec
+from fusedrnn.choice import choose
 from fusedrnn.kernels._device import DeviceInfo
 
 SAMPLE = {"T": 1000, "B": 64, "I": 256, "H": 256}

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from fusedrnn.backends import BACKENDS, choose
+from fusedrnn.backends import BACKENDS
 from fusedrnn.backends.base import Call
 from fusedrnn.bench._passes import Runner, describe, typical
 from fusedrnn.bench._rates import measure
 from fusedrnn.bench._report import console, device_name, progress, row, table
+from fusedrnn.choice import choose
 from fusedrnn.costs import fresh_bytes, fresh_seconds, step_seconds
 from fusedrnn.machine import Machine, Sample, machine, path_of, write
 

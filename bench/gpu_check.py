@@ -25,11 +25,11 @@ from rich.markup import escape
 from torch import Tensor
 
 import fusedrnn
-from fusedrnn.backends import NoBackendError
 from fusedrnn.bench._correctness import Cell, matrix, same_bits
 from fusedrnn.bench._measure import OURS, TORCH, peak_bytes, synchronize, times
 from fusedrnn.bench._peers import PEERS, contenders, cudnn_algorithm
 from fusedrnn.bench._report import console, machine_line, mib, row, table
+from fusedrnn.choice import NoBackendError
 from fusedrnn.kernels._device import device_info
 
 _ROOT = Path(fusedrnn.__file__).parents[1]

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import fusedrnn
-from fusedrnn.bench._measure import OURS, synchronize, times
+from fusedrnn.bench._measure import OURS, in_process, peak_bytes, synchronize, times
 from fusedrnn.bench._report import console, mib, progress, row, table
 from fusedrnn.offload.forecast import Forecast, forecast
 from fusedrnn.offload.scheduler import Scheduler
 from fusedrnn.offload.stack import ActivationStack
+from fusedrnn.offload.stats import Counters
 
 CHUNK = 4 << 20
 LINK = 50e9
@@ -33,11 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=2000, help="timesteps of the real layer (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="its batch size (default: %(default)s)")
     parser.add_argument("--units", type=int, default=128, help="its hidden units (default: %(default)s)")
+    parser.add_argument(
+        "--disk", default=None, metavar="DIR", help="time only the real layer, also by way of this disk"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="passes timed (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the command and return its rows."""
+    if args.disk:
+        return _disk(args)
     return [*_simulated(args), *_cost(args), *_real(args)]
 
 
@@ -102,6 +108,8 @@ def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
 class _Free:
     """A `fusedrnn.offload.device.Device` whose operations cost nothing, so that the scheduler's own time remains."""
 
+    direct = False
+
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(1))
 
@@ -109,6 +117,9 @@ class _Free:
         return 0
 
     def new_stream(self, name: str) -> str:
+        return name
+
+    def new_disk_stream(self, name: str) -> str:
         return name
 
     def record(self, stream: Any, timed: bool = False) -> int:
@@ -123,6 +134,9 @@ class _Free:
     def synchronize(self, event: Any) -> None:
         return None
 
+    def failure(self, event: Any) -> OSError | None:
+        return None
+
     def elapsed(self, start: Any, end: Any) -> float | None:
         return 1e-6
 
@@ -131,6 +145,9 @@ class _Free:
 
     def allocate_host(self, nbytes: int) -> Any | None:
         return self._buffer
+
+    def allocate_disk(self, folder: Any, nbytes: int) -> Any | None:
+        return None
 
     def copy(self, stream: Any, target: Any, source: Any) -> None:
         return None
@@ -245,3 +262,72 @@ def _real(args: argparse.Namespace) -> list[dict[str, Any]]:
         else None,
     )
     return rows
+
+
+def _disk(args: argparse.Namespace) -> list[dict[str, Any]]:
+    T, B, H = args.length, args.batch, args.units
+    shape = f"T={T} B={B} I={H} H={H} float32 gates"
+    rows, lines = [], []
+    base: float | None = None
+    with progress(args.quiet) as bar:
+        task = bar.add_task("passes", total=2)
+        for name, folder in (("in memory", None), ("on the disk", args.disk)):
+            job = (T, B, H, args.device, args.seed, args.repeats, folder)
+            seconds, peak, kept, speeds = in_process(_disk_job, *job)
+            base = base or median(seconds)
+            for metric, values in (
+                ("seconds", seconds),
+                ("time_over_none", [t / base for t in seconds]),
+                ("peak_bytes", [peak]),
+                ("written_bytes", [kept.disk_written_bytes / (args.repeats + 1)]),
+            ):
+                rows.append(row(OURS, name, metric, shape, values, args.device))
+            written = mib(kept.disk_written_bytes / (args.repeats + 1)) if folder else "-"
+            lines.append(
+                (
+                    name,
+                    f"{median(seconds):.3g}",
+                    f"{median(seconds) / base:.2f}",
+                    mib(peak),
+                    written,
+                    *map(_mib_s, speeds),
+                )
+            )
+            bar.advance(task)
+    table(
+        f"A layer on {args.device}: {T:,} steps, batch {B}, {H} units; everything it saves goes to {args.disk}",
+        ("", "seconds", "over memory", "peak", "to the disk, per pass", "writing", "reading"),
+        lines,
+        caption="peak: memory above the start; speeds as the scheduler measured them, of its copies alone",
+    )
+    return rows
+
+
+def _mib_s(per_byte: float | None) -> str:
+    return "-" if not per_byte else f"{1 / per_byte / (1 << 20):,.0f} MiB/s"
+
+
+def _disk_job(
+    T: int, B: int, H: int, device: str, seed: int, repeats: int, folder: str | None
+) -> tuple[list[float], int, Counters, tuple[float | None, float | None]]:
+    """Return the seconds of each pass, the peak bytes of the first, what was counted, and the disk's speeds."""
+    torch.manual_seed(seed)
+    x, dy = torch.randn(T, B, H, device=device), torch.randn(T, B, H, device=device)
+    off = fusedrnn.offload(fusedrnn.OffloadConfig(occupancy=lambda: 1.0, spill_dir=folder, host_limit=8 * CHUNK))
+    backend = "auto" if device.startswith("cuda") else "torch_step"
+    layer = fusedrnn.LSTM(H, H, save="gates", backend=backend, device=device, offload=off if folder else False)
+    layer(x[:2])[0].sum().backward()
+
+    def step() -> None:
+        layer.zero_grad()
+        layer(x)[0].backward(dy)
+
+    peak = peak_bytes(step, device)
+    seconds = times({"": step}, repeats, lambda: synchronize(device), warm_up=0)[""]
+    if folder is None:
+        return seconds, peak, Counters(), (None, None)
+    scheduler = off.scheduler(torch.device(device))
+    assert scheduler is not None
+    speeds = scheduler.recorder.speeds
+    found = (speeds.spill, speeds.fetch) if scheduler.direct else (speeds.write, speeds.read)
+    return seconds, peak, off.stats(), found

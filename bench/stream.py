@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedrnn
+from fusedrnn import OffloadConfig
 from fusedrnn.bench._measure import OURS, TORCH, in_process, peak_bytes, synchronize, times
 from fusedrnn.bench._report import mib, progress, row, table
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", type=int, default=128, help="hidden units (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=1, help="layers (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="passes timed of short lengths (default: %(default)s)")
+    parser.add_argument("--spill-dir", default=None, help="folder to whose disk the states between segments go")
     parser.add_argument("--dir", default=None, help="folder of the file that is mapped (default: the temp folder)")
 
 
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             bar.update(task, description=f"{kernel}, {T:,} steps")
             # The long pass warms itself up in its first steps.
             repeats = args.repeats if 10 * shortest >= T else 1
-            seconds, peak = in_process(_measure, kernel, T, sizes, repeats, folder, args.device)
+            seconds, peak = in_process(_measure, kernel, T, sizes, repeats, folder, args.device, args.spill_dir)
             shape = f"T={T} B={args.batch} I={args.inputs} H={args.units} L={args.layers} float32"
             mode = "whole" if kernel == TORCH else "stream"
             rows.append(row(kernel, mode, "seconds", shape, seconds, args.device))
@@ -64,17 +66,24 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         "One pass forward and backward with a loss per chunk, input from a memory-mapped file",
         ("", "steps", "seconds", "us/step", "of the first", "peak"),
         lines,
-        caption="median of the passes; memory above the start; each row in a process of its own",
+        caption="median of the passes; memory above the start; each row in a process of its own"
+        + (f"; states between segments go to {args.spill_dir}" if args.spill_dir else ""),
     )
     return rows
 
 
 def _measure(
-    kernel: str, T: int, sizes: tuple[int, int, int, int], repeats: int, folder: str, device: str
+    kernel: str,
+    T: int,
+    sizes: tuple[int, int, int, int],
+    repeats: int,
+    folder: str,
+    device: str,
+    spill_dir: str | None = None,
 ) -> tuple[list[float], int]:
     """Return the seconds of each pass and the peak bytes of the first."""
-    _step(kernel, 64, sizes, folder, device)()
-    step = _step(kernel, T, sizes, folder, device)
+    _step(kernel, 64, sizes, folder, device, spill_dir)()
+    step = _step(kernel, T, sizes, folder, device, spill_dir)
     found: list[float] = []
 
     def timed() -> None:
@@ -86,7 +95,9 @@ def _measure(
     return found, peak
 
 
-def _step(kernel: str, T: int, sizes: tuple[int, int, int, int], folder: str, device: str) -> Callable[[], None]:
+def _step(
+    kernel: str, T: int, sizes: tuple[int, int, int, int], folder: str, device: str, spill_dir: str | None
+) -> Callable[[], None]:
     """Return a function that runs one pass over data of a file."""
     import numpy as np
 
@@ -111,7 +122,9 @@ def _step(kernel: str, T: int, sizes: tuple[int, int, int, int], folder: str, de
     if kernel == TORCH:
         reference = nn.LSTM(I, H, layers).to(device)
         return lambda: loss(reference(torch.from_numpy(data.copy()).to(device))[0], slice(0, T)).backward()
-    ours = fusedrnn.LSTM(I, H, layers).to(device)
+    # With a disk, everything that may go there does.
+    everything = OffloadConfig(spill_dir=spill_dir, occupancy=lambda: 1.0) if spill_dir else False
+    ours = fusedrnn.LSTM(I, H, layers, offload=everything).to(device)
     return lambda: ours(data, chunk_loss=loss)[0].backward()
 
 

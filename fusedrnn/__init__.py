@@ -11,6 +11,7 @@ from fusedrnn.offload import OffloadConfig, OffloadHostFull, offload
 
 if TYPE_CHECKING:
     from fusedrnn.dynamic import dynamic_rnn
+    from fusedrnn.planner import plan
 
 __version__ = _version("fusedrnn")
 __all__ = [
@@ -24,10 +25,12 @@ __all__ = [
     "dynamic_rnn",
     "lstm",
     "offload",
+    "plan",
 ]
 
 _LATER = {
     "dynamic_rnn": "fusedrnn.dynamic",
+    "plan": "fusedrnn.planner",
 }
 """What is imported when it is first asked for, so that `import fusedrnn` stays quick."""
 

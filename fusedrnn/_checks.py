@@ -1,5 +1,6 @@
 """One wording for every complaint about an argument: its name, what must hold, what came, and what to do."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,25 @@ def require_zoneout(value: Any) -> None:
     """Raise ValueError unless `value` is a probability below 1."""
     if not (_is_number(value) and 0 <= value < 1):
         raise ValueError(f"`zoneout` must be a probability of at least 0 and below 1, got {value!r}")
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def budget_bytes(value: Any) -> int | None:
+    """Return a memory budget in bytes, or None where there is none.
+
+    Raises:
+        ValueError: If `value` is neither None, nor a number of bytes, nor a string such as "2GiB".
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]I?B|)", value.strip().upper()) if isinstance(value, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(
+            f'`memory_budget` must be None, a number of bytes, or a string such as "512MiB" or "2GiB", got {value!r}'
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _is_number(value: Any) -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrnn.backends import choose
 from fusedrnn.backends.base import Call, Variant, gpu_of, tf32_allowed
 from fusedrnn.cells import CELLS, CellSpec, States, Weights
+from fusedrnn.choice import choose
+from fusedrnn.chunking import Plan, tasks
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload.resident import ResidentStack
-from fusedrnn.sequence import Plan, backward_pass, forward_pass, tasks
+from fusedrnn.sequence import backward_pass, forward_pass
 
 
 def run(
@@ -104,7 +105,8 @@ def _plan(
     depth = call.layers
     parts = [tuple(layers[k : k + depth]) for k in range(0, len(layers), depth)]
     made = tasks(CELLS[cell], parts, reverses, layout, choice.save, resets, call.variant, seeds)
-    return Plan(made, choice.backend, choice.chunk, ResidentStack(x.device) if grad else None)
+    stack = ResidentStack(x.device) if grad else None
+    return Plan(made, choice.backend, choice.chunk, stack, older=choice.older)
 
 
 @torch.library.custom_op("fusedrnn::layers", mutates_args=())
@@ -155,7 +157,7 @@ def _layers_fake(
     out = [state.new_empty(*x.shape[:2], len(reverses) * state.shape[-1]) for state in shown]
     out += [torch.empty_like(state, memory_format=torch.contiguous_format) for state in states]
     entered = plan.states(0, tuple(states))
-    sizes = [plan.slot_bytes(chunk, entered) for _, chunk in plan.chunks()] if grad else []
+    sizes = [plan.slot_bytes(task, chunk.rows, entered) for _, task, chunk in plan.chunks()] if grad else []
     return out + [x.new_empty(size, dtype=torch.uint8) for size in sizes]
 
 

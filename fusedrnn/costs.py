@@ -122,7 +122,7 @@ def _products(call: Call, width: int) -> tuple[float, float]:
 
 
 def _estimated(machine: Machine, call: Call, backend: str, save: str, width: int) -> tuple[float, float]:
-    """Return the seconds of a layer's step, forward and backward, by the formula (design/offloading.md, section 7)."""
+    """Return the seconds of a layer's step, forward and backward, by a formula: latency, FLOPs or bytes."""
     flops = machine.flops_per_second(call.dtype, call.tf32)
     recurrent, inputs = _products(call, width)
     large = 1 / (machine.eta_product * flops)

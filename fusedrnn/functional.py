@@ -1,6 +1,6 @@
 """The functional form: validate, choose a backend, run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fusedrnn import _checks
-from fusedrnn.backends import NAMES, Choice, choose
-from fusedrnn.backends.base import Call, ChunkedBackend, Variant, gpu_of, tf32_allowed
-from fusedrnn.backends.onednn import OneDNN
+from fusedrnn.backends import NAMES, Choice
+from fusedrnn.backends.base import Call, Variant, gpu_of, tf32_allowed
 from fusedrnn.backends.zoneout import draw_seeds
 from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
+from fusedrnn.choice import choose
 from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadConfig, OffloadHooks, innermost, offloader
-from fusedrnn.offload.resident import ResidentStack
-from fusedrnn.sequence import Plan, Stack, run, tasks
+from fusedrnn.stages import run_choice, run_stages
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class Options:
     offload: OffloadHooks | None = None
     clip_recurrent_grad: float | None = None
     zoneout: float = 0.0
+    memory_budget: int | None = None
 
     def __post_init__(self) -> None:
         _checks.require_choice("save", self.save, ("auto", *LSTM.modes))
@@ -68,6 +67,7 @@ def lstm(
     offload: bool | OffloadConfig | OffloadHooks = False,
     clip_recurrent_grad: float | None = None,
     return_cells: bool = False,
+    memory_budget: int | str | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]] | tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """Run one LSTM layer in one direction.
 
@@ -90,16 +90,18 @@ def lstm(
         offload: Whether activations may move to the host; see `fusedrnn.LSTM`.
         clip_recurrent_grad: Bound of the gradients between steps, or None; see `fusedrnn.LSTM`.
         return_cells: Whether all cell states are returned, too; see `fusedrnn.LSTM.forward`.
+        memory_budget: Most bytes that a step may take, or None; see `fusedrnn.LSTM`.
 
     Returns:
         y [T, B, P], and the final states (h [B, P], c [B, H]); with `return_cells` also c_t of all steps [T, B, H].
 
     Raises:
         TypeError: If an argument is not a tensor.
-        ValueError: If shapes, dtypes or devices do not agree.
+        ValueError: If shapes, dtypes or devices do not agree, or nothing keeps to the budget.
         RuntimeError: If no backend can run the call; the message has every backend's reasons.
     """
-    options = Options(save, chunk, backend, offloader("offload", offload), clip_recurrent_grad)
+    budget = _checks.budget_bytes(memory_budget)
+    options = Options(save, chunk, backend, offloader("offload", offload), clip_recurrent_grad, memory_budget=budget)
     _check_input(x, "(T, B, I)", 3)
     weights = Weights(weight_ih, weight_hh, bias_ih, bias_hh, weight_hr)
     H, P = _check_weights(x, weights)
@@ -163,7 +165,7 @@ def run_layers(
     Returns:
         The outputs, the final states, and who ran it (None while compiling).
     """
-    if torch.compiler.is_compiling() and options.offload is not None:
+    if torch.compiler.is_compiling() and (options.offload is not None or options.memory_budget is not None):
         from fusedrnn.uncompiled import run_uncompiled
 
         return run_uncompiled(
@@ -188,24 +190,36 @@ def run_layers(
     seeds = draw_seeds(len(layers), x.device) if training and variant.zoneout else None
     choice = None
     saving: AbstractContextManager[Any] = nullcontext()
-    if compiling:
-        run_stage = partial(_compiled, cell, options, resets)
-    else:
+    if not compiling:
         call = _describe(cell, x, states, layers, layout, directions)
-        call = replace(call, resets=resets is not None, variant=variant)
-        choice = choose(call, options.backend, options.save, options.chunk)
+        call = replace(call, resets=resets is not None, variant=variant, dropout=dropout)
+        choice = choose(call, options.backend, options.save, options.chunk, options.memory_budget)
         offload = (innermost() or options.offload) if call.grad else None
         if call.transformed:
             offload = None
         if offload is not None and offload.is_active(x.device):
             saving = offload.hooks()
-        run_stage = partial(_eager, cell, choice, layout, resets, offload, sums)
     with autocast, saving:
-        if choice and isinstance(choice.backend, OneDNN) and choice.save == "gates" and not reverse:
-            y, states = choice.backend.run_whole(x, states, list(layers), directions, dropout)
-            out: States = (y,)
+        if choice is None:
+            run_stage = partial(_compiled, cell, options, resets)
+            out, states = run_stages(x, states, layers, directions, dropout, reverse, variant, seeds, run_stage)
         else:
-            out, states = _run_stages(x, states, layers, directions, dropout, reverse, variant, seeds, run_stage)
+            out, states = run_choice(
+                cell,
+                choice,
+                x,
+                states,
+                layers,
+                layout,
+                directions=directions,
+                dropout=dropout,
+                reverse=reverse,
+                resets=resets,
+                variant=variant,
+                seeds=seeds,
+                offload=offload,
+                sums=sums,
+            )
     return out, states if sums is not None else tuple(state.to(x.dtype) for state in states), choice
 
 
@@ -218,64 +232,6 @@ def initial_states(cell: CellSpec, x: Tensor, states: States | None, layers: Seq
     return tuple(
         x.new_zeros((len(layers), batch, width), dtype=dtype) for width, dtype in zip(widths, dtypes, strict=True)
     )
-
-
-def _run_stages(
-    x: Tensor,
-    states: States,
-    layers: Sequence[Weights],
-    directions: int,
-    dropout: float,
-    reverse: bool,
-    variant: Variant,
-    seeds: Tensor | None,
-    run_stage: Callable[..., tuple[States, States]],
-) -> tuple[States, States]:
-    """Run the layers in stages: chunks pass through all layers of a stage before the next chunk starts.
-
-    A stage ends where a layer must be complete before the next one starts: between bidirectional layers, and where
-    dropout is drawn.
-    """
-    depth = 1 if directions == 2 or dropout else len(layers)
-    finals = []
-    out: States = (x,)
-    for first in range(0, len(layers), depth * directions):
-        last = first + depth * directions
-        parts = [tuple(layers[k : k + depth]) for k in range(first, last, depth)]
-        reverses = [reverse] if directions == 1 else [False, True]
-        own = variant if last == len(layers) else replace(variant, cells=False)
-        drawn = None if seeds is None else seeds[first:last]
-        out, after = run_stage(parts, reverses, own, drawn, out[0], tuple(state[first:last] for state in states))
-        finals.append(after)
-        if dropout and last < len(layers):
-            out = (F.dropout(out[0], dropout, training=True),)
-    if len(finals) == 1:
-        return out, finals[0]
-    return out, tuple(map(torch.cat, zip(*finals, strict=True)))
-
-
-def _eager(
-    cell: CellSpec,
-    choice: Choice,
-    layout: SequenceLayout,
-    resets: Tensor | None,
-    offload: OffloadHooks | None,
-    sums: Mapping[int, Tensor] | None,
-    parts: list[tuple[Weights, ...]],
-    reverses: list[bool],
-    variant: Variant,
-    seeds: Tensor | None,
-    x: Tensor,
-    states: States,
-) -> tuple[States, States]:
-    """Run one stage through the autograd function."""
-    made = tasks(cell, parts, reverses, layout, choice.save, resets, variant, seeds)
-    plan = Plan(made, choice.backend, choice.chunk)
-    stack: Stack = ResidentStack(x.device)
-    if offload is not None and isinstance(choice.backend, ChunkedBackend):
-        stack = offload.stack(x.device, plan.expected_bytes(states))
-    running = None if sums is None else tuple(sums.get(id(weight)) for weight in plan.weights)
-    return run(replace(plan, stack=stack, sums=running), x, states)
 
 
 def _compiled(

@@ -145,6 +145,12 @@ class SequenceLayout:
             halve_tail: Cut what remains after the full chunks into powers of two, so that sequences of any length
                 use only a few different chunk lengths.
         """
+        borders = self.borders(length, halve_tail)
+        chunks = [self._chunk(a, b, reverse) for a, b in pairwise(borders)]
+        return chunks[::-1] if reverse else chunks
+
+    def borders(self, length: int, halve_tail: bool = False) -> list[int]:
+        """Return the steps between which `chunks` cuts, in the order of time, 0 and T included."""
         borders = list(range(0, self.steps, length))
         tail = self.steps - borders[-1] if borders else 0
         if halve_tail and tail < length:
@@ -153,9 +159,7 @@ class SequenceLayout:
                 piece = 1 << (tail.bit_length() - 1)
                 borders.append(first)
                 first, tail = first + piece, tail - piece
-        borders.append(self.steps)
-        chunks = [self._chunk(a, b, reverse) for a, b in pairwise(borders)]
-        return chunks[::-1] if reverse else chunks
+        return [*borders, self.steps]
 
     def _chunk(self, first: int, last: int, reverse: bool) -> Chunk:
         if self.batch_sizes is None:

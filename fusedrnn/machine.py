@@ -141,7 +141,7 @@ def _gpu(
 ) -> Machine:
     """Return a GPU from its published figures; all that is written out here is assumed, not published.
 
-    Efficiencies, 5 microseconds of a step and 6 of a copy: design/offloading.md, section 7. 3 microseconds of a launch:
+    Efficiencies of products, 5 microseconds of a step and 6 of a copy are guesses; 3 microseconds of a launch is
     what `backends/graphs.py` assumes. Disk: an SSD on PCIe 4.0 with four lanes at less than half of its link's speed.
     """
     half, tf32, single, double = (1e12 * figure for figure in tflops)
@@ -252,6 +252,20 @@ def uncalibrated(device: str) -> Machine:
     assert info is not None
     known = _preset_of(device_name(device))
     return rough(device_name(device), info) if known is None else replace(known, info=info, memory=info.memory)
+
+
+def machine_with(info: DeviceInfo | None) -> Machine:
+    """Return what is known of the machine whose device has these figures.
+
+    Args:
+        info: Those of a CUDA device, here or elsewhere; None for the CPU.
+    """
+    if info is None:
+        return machine("cpu")
+    for index in range(torch.cuda.device_count()):
+        if device_info(torch.device("cuda", index)) == info:
+            return machine(f"cuda:{index}")
+    return next((preset for preset in PRESETS.values() if preset.info == info), rough("a GPU", info))
 
 
 def _preset_of(name: str) -> Machine | None:

@@ -30,7 +30,8 @@ class LSTM(Recurrent, nn.LSTM):
         save: What is kept of each timestep for the backward pass, beyond input and output. "gates": gates and cell
             states (5H numbers), nothing is computed again. "cells": cell states (H). "hidden": nothing but the states
             between chunks; gates and cells are computed again chunk by chunk, which is not sequential and often costs
-            less than the memory traffic it saves. "auto" chooses by size and memory; `explain()` says why.
+            less than the memory traffic it saves. "auto" takes the quickest way, or mix of two for the older and the
+            newer chunks, that its limit of memory allows; `explain()` says which and why.
         chunk: Timesteps per chunk, the unit of computing again; "auto" chooses by bytes.
         backend: "triton_sequence", "triton_step", "onednn", "torch_step" or "reference", or "auto" for the first that
             can run the call. A backend named here is used or refused, never replaced.
@@ -53,11 +54,17 @@ class LSTM(Recurrent, nn.LSTM):
         zoneout: Probability with which a unit of h keeps its value in a step while training (Krueger et al. 2016):
             h_t = m h_{t-1} + (1 - m) h', where h' is the h_t above and m drawn from torch's default generator of the
             device, anew in each call; in evaluation m is this probability.
+        memory_budget: Most bytes that a training step of this layer may take above what is in use before it, a number
+            or a string such as "2GiB": its output, all that is saved, scratch, and the gradients of input and weights,
+            but not what the loss takes. What is saved, and in which chunks, is then chosen to keep to it; a call that
+            cannot is refused before anything is computed, with the smallest budget that would do. What `offload` would
+            move away counts in full. None for the limit that "auto" has by itself. See `fusedrnn.plan`.
         **kwargs: The arguments of `torch.nn.LSTM` by name.
 
     Raises:
         TypeError: If `layer_norm` is not a bool.
-        ValueError: If an argument is not among its choices, or `layer_norm` meets `proj_size`.
+        ValueError: If an argument is not among its choices, or `layer_norm` meets `proj_size`; in a call also if
+            nothing keeps to `memory_budget`.
 
     Shapes are those of `torch.nn.LSTM`, a sequence without batch dimension and `PackedSequence` included. Further to
     it, an input of no timesteps is taken: the states come back as they were.
@@ -180,6 +187,7 @@ class GRU(Recurrent, nn.GRU):
         offload: Whether what is saved moves to the host while the device is nearly full.
         swap_memory: TensorFlow's name for `offload`.
         clip_recurrent_grad: Bound of the gradients between steps, or None.
+        memory_budget: Most bytes that a training step may take, or None.
         zoneout: Probability with which a unit keeps its value in a step.
         **kwargs: The arguments of `torch.nn.GRU` by name.
 

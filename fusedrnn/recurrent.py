@@ -35,12 +35,14 @@ class Recurrent(nn.RNNBase):
         swap_memory: bool | OffloadConfig | OffloadHooks = False,
         clip_recurrent_grad: float | None = None,
         zoneout: float = 0.0,
+        memory_budget: int | str | None = None,
         **kwargs: Any,
     ):
         if offload is not False and swap_memory is not False:
             raise ValueError("`offload` and `swap_memory` are two names of one argument, got both: give one of them")
         name, value = ("swap_memory", swap_memory) if offload is False else ("offload", offload)
-        options = Options(save, chunk, backend, offloader(name, value), clip_recurrent_grad, zoneout)
+        budget = _checks.budget_bytes(memory_budget)
+        options = Options(save, chunk, backend, offloader(name, value), clip_recurrent_grad, zoneout, budget)
         super().__init__(*args, **kwargs)
         self.options = options
         self._choice = "it has not run yet"
@@ -114,9 +116,7 @@ class Recurrent(nn.RNNBase):
             cells=cells,
         )
         if choice is not None:
-            self._choice = (
-                f"backend {choice.backend.name!r}, save={choice.save!r}, chunk={choice.chunk}: {choice.reason}"
-            )
+            self._choice = str(choice)
         if packed is not None:
             places = packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices
             return [PackedSequence(rows, *places) for rows in out], _select(states, packed.unsorted_indices)

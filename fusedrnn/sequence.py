@@ -1,165 +1,32 @@
 """The autograd function: chunks forward, chunks backward. It knows neither which cell runs nor how it is computed."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedrnn.backends.base import (
-    Backend,
     ChunkedBackend,
     Gradients,
     OptionalStates,
     RecordingBackend,
     Task,
-    Variant,
     Workspace,
 )
 from fusedrnn.backends.reference import Reference
-from fusedrnn.backends.rows import aligned, views
-from fusedrnn.cells import CellSpec, States, Weights, state_dtype
+from fusedrnn.backends.rows import views
+from fusedrnn.cells import States, Weights, state_dtype
+from fusedrnn.chunking import Handle, Plan, Slot
 from fusedrnn.layout import Chunk, SequenceLayout
 
 
-class Handle(Protocol):
-    """A pushed buffer: `get` it before use, `release` it after; dropping it releases it too."""
-
-    def get(self, writable: bool = False) -> Tensor:
-        """Return the buffer, ready to be read on the current stream, and to be overwritten if `writable`."""
-
-    def release(self) -> None:
-        """Give the buffer back."""
-
-
-class Slot(Protocol):
-    """A reserved buffer that has not been pushed yet."""
-
-    buffer: Tensor
-
-
-class Stack(Protocol):
-    """Where the buffers of chunks wait for the backward pass."""
-
-    def reserve(self, nbytes: int) -> Slot:
-        """Return a slot whose `buffer` is a uint8 tensor [nbytes] that may be written on the current stream."""
-
-    def push(self, slot: Any) -> Handle:
-        """Take a slot whose content is final."""
-
-    def take(self) -> list[Tensor]:
-        """Hand over the tensors that autograd shall keep until the backward pass; none where the stack keeps them."""
-
-    def give(self, buffers: list[Tensor]) -> None:
-        """Put those tensors back at the start of the backward pass."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to compute, who does it, in which pieces, and where they wait for the backward pass.
-
-    Args:
-        tasks: What to compute: one task per direction, alike but for their weights. Each has its columns of the output
-            and its part of the states.
-        backend: Who computes it.
-        chunk: Timesteps per chunk.
-        stack: Takes the chunks' buffers; None where nothing is saved.
-        sums: For each of `weights`, a sum of gradients that is to be added to, of which then none is returned, or None.
-    """
-
-    tasks: tuple[Task, ...]
-    backend: Backend
-    chunk: int
-    stack: Stack | None = None
-    sums: tuple[Tensor | None, ...] | None = None
-
-    @property
-    def layout(self) -> SequenceLayout:
-        """Where the rows lie."""
-        return self.tasks[0].layout
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """The weights that are there."""
-        return [weight for task in self.tasks for layer in task.layers for weight in layer if weight is not None]
-
-    def chunks(self) -> Iterator[tuple[int, Chunk]]:
-        """Yield the chunks in processing order, each with the number of its task."""
-        for index, task in enumerate(self.tasks):
-            for chunk in task.layout.chunks(self.chunk, task.reverse, halve_tail=True):
-                yield index, chunk
-
-    def with_layers(self, layers: list[Weights]) -> "Plan":
-        """Return the plan for other weights; for none, one that keeps no weights alive."""
-        depth = len(layers) // len(self.tasks)
-        parts = [tuple(layers[k * depth : (k + 1) * depth]) for k in range(len(self.tasks))]
-        return replace(self, tasks=tuple(replace(t, layers=part) for t, part in zip(self.tasks, parts, strict=True)))
-
-    def states(self, index: int, states: States) -> States:
-        """Return a task's part of the states, views."""
-        return tuple(state.tensor_split(len(self.tasks))[index] for state in states)
-
-    def columns(self, index: int, rows: Tensor) -> Tensor:
-        """Return a task's columns of the output, or of its gradient, a view."""
-        return rows.tensor_split(len(self.tasks), -1)[index]
-
-    def slot_bytes(self, chunk: Chunk, states: States) -> int:
-        """Return the bytes of a chunk's slot: what the backend saves, then a task's states before the chunk."""
-        # Not `nbytes`, which symbolic sizes do not have.
-        before = sum(aligned(state.numel() * state.element_size()) for state in states)
-        return self.own_bytes(chunk, states) + before
-
-    def own_bytes(self, chunk: Chunk, states: States) -> int:
-        """Return the bytes of a chunk's slot that are the backend's."""
-        assert isinstance(self.backend, ChunkedBackend)
-        return aligned(self.backend.slot_bytes(self.tasks[0], chunk.rows, states[0].dtype))
-
-    def expected_bytes(self, states: States) -> int:
-        """Return the bytes of all slots."""
-        return sum(self.slot_bytes(chunk, self.states(index, states)) for index, chunk in self.chunks())
-
-
-def _parts(plan: Plan, chunk: Chunk, states: States, buffer: Tensor) -> tuple[Tensor, States]:
+def _parts(plan: Plan, task: Task, rows: int, states: States, buffer: Tensor) -> tuple[Tensor, States]:
     """Return the parts of a slot's buffer: the backend's, and the states, shaped like `states`."""
-    own = plan.own_bytes(chunk, states)
+    own = plan.own_bytes(task, rows, states)
     return buffer[:own], tuple(views(buffer[own:], ((state.shape, state.dtype) for state in states)))
-
-
-def tasks(
-    cell: CellSpec,
-    parts: Sequence[tuple[Weights, ...]],
-    reverses: Sequence[bool],
-    layout: SequenceLayout,
-    save: str,
-    resets: Tensor | None,
-    variant: Variant,
-    seeds: Tensor | None,
-) -> tuple[Task, ...]:
-    """Return a task per direction.
-
-    Args:
-        cell: What each layer computes.
-        parts: Weights of the layers, per direction.
-        reverses: Per direction, whether time runs backwards.
-        layout: Where the rows lie.
-        save: One of the cell's modes.
-        resets: bool [T, B], true where the states start anew before a step, or None.
-        variant: How the recurrence departs from the cell's equations.
-        seeds: int64 [directions * layers], from which zoneout is drawn, or None.
-    """
-    found = []
-    drawn = [None] * len(parts) if seeds is None else seeds.tensor_split(len(parts))
-    for layers, reverse, own_seeds in zip(parts, reverses, drawn, strict=True):
-        own = resets
-        if own is not None:
-            if reverse:
-                # Run backwards, a piece starts with its last step: the one before the next piece's first.
-                own = torch.cat((own[1:], torch.zeros_like(own[:1])))
-            own = own.reshape(-1, 1)
-        found.append(Task(cell, layers, layout, reverse, save, own, variant, own_seeds))
-    return tuple(found)
 
 
 def run(plan: Plan, x: Tensor, states: States) -> tuple[States, States]:
@@ -221,12 +88,10 @@ def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[States, States,
     )
     after = [plan.states(index, states) for index in range(len(plan.tasks))]
     handles: list[Handle] = []
-    for index, chunk in plan.chunks():
-        slot, own = _reserve(plan, chunk, after[index]) if plan.stack else (None, None)
+    for index, task, chunk in plan.chunks():
+        slot, own = _reserve(plan, task, chunk, after[index]) if plan.stack else (None, None)
         rows = tuple(plan.columns(index, each)[chunk.start : chunk.stop] for each in out)
-        after[index] = plan.backend.forward_chunk(
-            plan.tasks[index], chunk, layout.take(x, chunk), after[index], rows, own, work
-        )
+        after[index] = plan.backend.forward_chunk(task, chunk, layout.take(x, chunk), after[index], rows, own, work)
         if plan.stack:
             # A view of the buffer would count as another user of it.
             own = None
@@ -234,11 +99,11 @@ def forward_pass(plan: Plan, x: Tensor, states: States) -> tuple[States, States,
     return out, after[0] if len(after) == 1 else tuple(map(torch.cat, zip(*after, strict=True))), handles
 
 
-def _reserve(plan: Plan, chunk: Chunk, states: States) -> tuple[Slot, Tensor]:
+def _reserve(plan: Plan, task: Task, chunk: Chunk, states: States) -> tuple[Slot, Tensor]:
     """Reserve a chunk's slot and save the states before it; return the slot and the part that is the backend's."""
     assert plan.stack
-    slot = plan.stack.reserve(plan.slot_bytes(chunk, states))
-    own, before = _parts(plan, chunk, states, slot.buffer)
+    slot = plan.stack.reserve(plan.slot_bytes(task, chunk.rows, states))
+    own, before = _parts(plan, task, chunk.rows, states, slot.buffer)
     for part, state in zip(before, states, strict=True):
         part.copy_(state)
     return slot, own
@@ -253,9 +118,9 @@ class _Sequence(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         states, flat = tensors[:n_states], list(tensors[n_states:])
         plan = plan.with_layers(_layers(flat, present))
-        assert isinstance(plan.backend, ChunkedBackend) and plan.stack
+        assert plan.stack
         out, finals, handles = forward_pass(plan, x, states)
-        reads = plan.backend.needs(plan.tasks[0].save, any(ctx.needs_input_grad[4 + n_states :]))[: 1 + len(out)]
+        reads = plan.reads(any(ctx.needs_input_grad[4 + n_states :]))[: 1 + len(out)]
         # Everything that lives until the backward pass goes through autograd, which frees it right after and shows it
         # to saved-tensor hooks; the handles hold no tensors.
         kept = [*states, *flat, *plan.stack.take()]
@@ -338,11 +203,11 @@ def backward_pass(
     before = [plan.states(index, states) for index in range(len(plan.tasks))]
     after = [plan.states(index, dstates) for index in range(len(plan.tasks))]
     work = Workspace(states[0].device)
-    with torch.autocast(states[0].device.type, enabled=False):
-        for (index, chunk), handle in reversed(list(zip(plan.chunks(), handles, strict=True))):
-            own, entered = _parts(plan, chunk, before[index], handle.get(writable=not keep))
+    with nullcontext() if states[0].is_meta else torch.autocast(states[0].device.type, enabled=False):
+        for (index, task, chunk), handle in reversed(list(zip(plan.chunks(), handles, strict=True))):
+            own, entered = _parts(plan, task, chunk.rows, before[index], handle.get(writable=not keep))
             after[index] = plan.backend.backward_chunk(
-                plan.tasks[index],
+                task,
                 chunk,
                 _take(layout, x, chunk),
                 tuple(None if t is None else plan.columns(index, t)[chunk.start : chunk.stop] for t in out),

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def launch(kernel: Any, grid: tuple[int, ...], anchor: Tensor, *args: Any, **options: Any) -> None:
-    """Launch `kernel` on the device of `anchor`, whatever device is current."""
+    """Launch `kernel` on the device of `anchor`, whatever device is current; a tensor without content needs none."""
+    if anchor.is_meta:
+        return
     # Versions of Triton differ in whether products and sums are fused where nothing is said.
     options.setdefault("enable_fp_fusion", True)
     if anchor.is_cuda and anchor.device.index != torch.cuda.current_device():

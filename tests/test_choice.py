@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fusedrnn
-from fusedrnn.backends import BACKENDS, choose
+from fusedrnn.backends import BACKENDS, lengths_of
 from fusedrnn.backends.base import Call
+from fusedrnn.choice import choose
 from fusedrnn.kernels._device import H100
 
 CALL = Call(T=100, B=4, I=8, H=16, P=16, layers=1, directions=1, dtype=torch.float32, device="cpu", onednn=True)
@@ -24,7 +25,7 @@ def test_auto_on_the_cpu():
     assert chosen() == ("onednn", "gates")
     assert chosen(T=100_000, B=64) == ("onednn", "hidden")
     assert chosen(dtype=torch.bfloat16) == ("torch_step", "gates")
-    assert chosen(dtype=torch.float64, T=100_000, B=64) == ("torch_step", "hidden")
+    assert chosen(dtype=torch.float64, T=1024, B=64, H=4096, P=4096) == ("torch_step", "hidden")
     assert chosen(onednn=False) == ("torch_step", "gates")
     assert chosen(P=8) == ("torch_step", "gates")
     assert chosen(packed=True) == ("torch_step", "gates")
@@ -36,7 +37,26 @@ def test_auto_on_the_cpu():
 def test_auto_on_a_gpu_keeps_gates_up_to_a_share_of_its_memory():
     gpu = {"device": "cuda", "gpu": H100, "onednn": False}
     assert chosen(**gpu)[1] == "gates"
-    assert chosen(**gpu, T=100_000, B=64, H=512)[1] == "hidden"
+    call = replace(CALL, **gpu, T=100_000, B=64, H=512, P=512)
+    choice = choose(call)
+    count, save = choice.older
+    chunks = len(lengths_of(call, choice.chunk))
+    assert (choice.save, save) == ("gates", "hidden")
+    assert 0 < count < chunks
+    assert f"save='gates' but for the {count} oldest chunks with 'hidden'" in str(choice)
+    kept = (chunks - count) * choice.chunk * call.step_bytes("gates")
+    limit = H100.memory / 16
+    assert limit - 2 * choice.chunk * call.step_bytes("gates") < kept <= limit
+
+
+def test_a_larger_sequence_than_the_limit_keeps_what_fits_in_its_newest_chunks():
+    call = replace(CALL, dtype=torch.float64, T=10_000, B=64)
+    choice = choose(call)
+    assert choice.backend.name == "torch_step"
+    assert choice.save in ("gates", "cells")
+    assert choice.older[1] == "hidden"
+    assert 0 < choice.older[0] < len(lengths_of(call, choice.chunk))
+    assert choose(call, save="hidden").older[0] == choose(call, save="gates").older[0] == 0
 
 
 def test_a_named_backend_and_mode_are_used_or_refused():

@@ -1,5 +1,7 @@
 """What only a GPU can show. Everything here is skipped without one; `make gpu-check` runs it first."""
 
+import json
+
 import pytest
 import torch
 
@@ -168,6 +170,30 @@ def test_offloading_changes_no_bit(backend, save):
         pinned.append(off.scheduler(x.device).host.reserved)
     assert off.stats().spills > 0 and pinned[-1] == pinned[2]
     assert off.scheduler(x.device).entries() == []
+
+
+def test_a_disk_below_the_host_changes_no_bit(tmp_path):
+    off = fusedrnn.offload(full_device(min_bytes=2048, spill_dir=tmp_path, host_limit=64 << 20, trace=True))
+    plain = make(64, 256, backend="auto", save="gates", chunk=16)
+    offloading = make(64, 256, backend="auto", save="gates", chunk=16, offload=off)
+    offloading.load_state_dict(plain.state_dict())
+    x = torch.randn(512, 64, 64, device="cuda")
+    expected = run(plain, x)
+    for step in range(6):
+        stream = torch.cuda.Stream() if step % 2 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            junk = [torch.full((256, 64, 1024), torch.nan, device="cuda") for _ in range(2)]
+            found = run(offloading, x)
+            del junk
+        stream.synchronize()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), step
+    stats = off.stats()
+    assert stats.disk_writes > 0 and stats.disk_reads > 0 and stats.disk_failures == stats.ring_grown == 0
+    off.export_trace(tmp_path / "trace.json")
+    boxes = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in boxes)
+    assert {"spill", "fetch", "write", "read"} <= {event["cat"] for event in boxes}
 
 
 def test_offloading_takes_its_cue_from_the_allocator():

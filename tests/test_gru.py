@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import fusedrnn
-from fusedrnn.backends import BACKENDS, choose
+from fusedrnn.backends import BACKENDS
 from fusedrnn.backends.base import Call
 from fusedrnn.cells import GRU
+from fusedrnn.choice import choose
 from fusedrnn.testing import (
     assert_agrees_with_float64,
     assert_close,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedrnn
-from fusedrnn.backends import choose
+from fusedrnn.choice import choose
 from fusedrnn.testing import assert_close, offload_all
 
 T, B = 13, 3

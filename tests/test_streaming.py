@@ -209,7 +209,7 @@ def test_offloading_takes_the_states_and_input_that_cannot_be_read_again(kind):
     expected = plain.run(plain.streamed, give(plain.x))
     assert_equal(moved.run(moved.streamed, give(moved.x)), expected)
     stats = moved.layer.offloader.stats()
-    assert stats.spills > 0 and stats.released == stats.pushes == -(-T // CHUNK)
+    assert stats.spills > 0 and 1 < stats.released == stats.pushes < -(-T // CHUNK)
     assert stats.spilled_bytes > (0 if kind == "tensor" else CHUNK * B * I * 4)
 
 

@@ -1,5 +1,8 @@
 """What a backend is, what it is asked, and what it is given to work on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 from operator import mul
@@ -62,6 +65,7 @@ class Call:
         cell: What each layer computes.
         resets: Whether states start anew within the sequences.
         variant: How the recurrence departs from the cell's equations.
+        dropout: Probability of dropout between layers; 0 when evaluating.
     """
 
     T: int
@@ -83,6 +87,7 @@ class Call:
     cell: CellSpec = LSTM
     resets: bool = False
     variant: Variant = PLAIN
+    dropout: float = 0.0
 
     def step_bytes(self, save: str) -> int:
         """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own outputs."""
@@ -110,9 +115,22 @@ class Call:
         )
 
 
+_PRETENDED: ContextVar[DeviceInfo | None] = ContextVar("pretended", default=None)
+
+
 def gpu_of(device: torch.device) -> DeviceInfo | None:
     """Return the figures of a device, or None where it is not a CUDA device."""
-    return _device.device_info(device)
+    return _PRETENDED.get() if device.type == "meta" else _device.device_info(device)
+
+
+@contextmanager
+def pretended_gpu(gpu: DeviceInfo | None) -> Iterator[None]:
+    """Let tensors without content, on torch's meta device, stand for those of a GPU."""
+    token = _PRETENDED.set(gpu)
+    try:
+        yield
+    finally:
+        _PRETENDED.reset(token)
 
 
 def tf32_allowed() -> bool:

@@ -5,6 +5,8 @@ chunk by chunk without recording; the backward pass runs each chunk again, recor
 that the operator's workspace exists for one chunk only. (Chen et al. 2016; for recurrent networks Gruslys et al. 2016.)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -162,3 +164,28 @@ def _operator(task: Task, x: Tensor, states: States, record: bool) -> tuple[Tens
     x = x.flip(0) if task.reverse else x
     y, *after = torch.lstm(x, states, flat, has_biases, len(task.layers), 0.0, record, False, False)
     return (y.flip(0) if task.reverse else y), tuple(after)
+
+
+def scratch_bytes(operator: Any, args: tuple[Any, ...]) -> int:
+    """Return what oneDNN allocates beside its results while an operator of torch runs, 0 where it is not oneDNN's LSTM.
+
+    It packs both weights, and keeps the gates of all steps; gradients of weights are made in packed form and copied.
+    Rows are padded as get_good_ld in oneDNN's source says (src/cpu/rnn/rnn_utils.hpp).
+    """
+    backward = operator.overloadpacket is torch.ops.aten.mkldnn_rnn_layer_backward
+    if not backward and operator.overloadpacket is not torch.ops.aten.mkldnn_rnn_layer:
+        return 0
+    x, *weights = args[:3]
+    rows = weights[0].shape[0]
+    numbers = (sum(weight.shape[1] for weight in weights) + x.shape[0] * x.shape[1]) * _padded(rows)
+    if backward:
+        numbers += sum(rows * _padded(w.shape[1]) for w in weights if _padded(w.shape[1]) != w.shape[1])
+        dy = args[10]
+        numbers += 0 if dy is None or dy.is_contiguous() else dy.numel()
+    return numbers * x.element_size()
+
+
+def _padded(numbers: int) -> int:
+    """Return the length of a row of float32: whole cache lines, and no multiple of 1 KiB."""
+    padded = -(-numbers // 16) * 16
+    return padded + 16 if padded % 256 == 0 else padded

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedrnn.backends.base import Call
+from fusedrnn.backends.base import Call, gpu_of
 from fusedrnn.layout import Steps
 
 _GATES_BYTES = 4 << 20
@@ -133,7 +133,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a^T b to `total` in its own dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a.t(), b)
-    elif a.is_cuda:
+    elif gpu_of(a.device) is not None:
         total.add_(torch.mm(a.t(), b, out_dtype=total.dtype))
     else:
         total.addmm_(a.t().to(total.dtype), b.to(total.dtype))

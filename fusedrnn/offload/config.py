@@ -3,9 +3,12 @@
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from fusedrnn._checks import budget_bytes
 
 _PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
@@ -32,6 +35,14 @@ class OffloadConfig:
             With a source, offloading also runs on the CPU, where copies are made by threads.
         trace: Whether the times of chunks and copies are kept for `export_trace`.
         debug: Whether internal facts are checked at every call (slow).
+        spill_dir: A folder on a disk of this machine. Buffers for which the host has no room go on to a file there, and
+            on the CPU, where offloading then runs, they go there at once. The file has no name and leaves nothing
+            behind.
+        disk_limit: Most bytes of such files of all processes on this machine together, or as a percentage of what is
+            free there; shared as `host_limit` is.
+        memory_budget: Most bytes of device memory that the buffers of layers may take, a number or a string such as
+            "2GiB", whatever else the device has; what `offload()` finds saved by others goes when they exceed it. None
+            leaves that to the occupancy.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -49,6 +60,9 @@ class OffloadConfig:
     occupancy: Callable[[], float] | None = None
     trace: bool = False
     debug: bool = False
+    spill_dir: str | os.PathLike[str] | None = None
+    disk_limit: int | str = "50%"
+    memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("min_bytes", 0), ("ring_slots", 2), ("prefetch", 0), ("chunk_bytes", 1)):
@@ -65,18 +79,41 @@ class OffloadConfig:
         if self.occupancy is not None and not callable(self.occupancy):
             raise TypeError(f"`occupancy` must be a function that returns a fraction, got {self.occupancy!r}.")
         self.host_bytes()
+        if self.spill_dir is not None and not (
+            isinstance(self.spill_dir, str | os.PathLike)
+            and os.path.isdir(self.spill_dir)
+            and os.access(self.spill_dir, os.W_OK | os.X_OK)
+        ):
+            raise ValueError(
+                f"`spill_dir` must be a folder in which files can be made, got {self.spill_dir!r}: make it first, or "
+                "name another on a disk of this machine."
+            )
+        self.disk_bytes()
+        self.budget_bytes()
+
+    def budget_bytes(self) -> int | None:
+        """Return `memory_budget` in bytes."""
+        return budget_bytes(self.memory_budget)
 
     def host_bytes(self) -> int:
         """Return this process's share of `host_limit` in bytes."""
-        processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        if isinstance(self.host_limit, int) and self.host_limit >= 0:
-            return self.host_limit // processes
-        match = _PERCENTAGE.fullmatch(self.host_limit) if isinstance(self.host_limit, str) else None
-        if match is None or float(match[1]) > 100:
-            raise ValueError(
-                f'`host_limit` must be a number of bytes or a percentage from "0%" to "100%", got {self.host_limit!r}.'
-            )
-        return int(process_memory() * float(match[1]) / 100) // processes
+        return _share("host_limit", self.host_limit, process_memory)
+
+    def disk_bytes(self) -> int:
+        """Return this process's share of `disk_limit` in bytes, 0 without `spill_dir`."""
+        folder = self.spill_dir
+        return _share("disk_limit", self.disk_limit, lambda: 0 if folder is None else shutil.disk_usage(folder).free)
+
+
+def _share(name: str, limit: int | str, whole: Callable[[], int]) -> int:
+    """Return one process's share of a limit that is given in bytes or as a percentage of `whole()`."""
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if isinstance(limit, int) and limit >= 0:
+        return limit // processes
+    match = _PERCENTAGE.fullmatch(limit) if isinstance(limit, str) else None
+    if match is None or float(match[1]) > 100:
+        raise ValueError(f'`{name}` must be a number of bytes or a percentage from "0%" to "100%", got {limit!r}.')
+    return int(whole() * float(match[1]) / 100) // processes
 
 
 def process_memory(root: Path = Path("/")) -> int:

@@ -8,16 +8,17 @@ import torch
 from fusedrnn.offload import policy
 from fusedrnn.offload.config import OffloadConfig, OffloadHostFull
 from fusedrnn.offload.device import Device
+from fusedrnn.offload.disk_tier import DiskTier
 from fusedrnn.offload.entry import Entry, State
 from fusedrnn.offload.policy import Pressure
 from fusedrnn.offload.ring import Slot
-from fusedrnn.offload.transitions import Transitions, from_newest
+from fusedrnn.offload.transitions import from_newest
 
 _LOOKED_AT = 16
 """Tensors looked at in search of one to spill."""
 
 
-class Decisions(Transitions):
+class Decisions(DiskTier):
     """The decisions over the entries of one device. No method here is thread-safe.
 
     Args:
@@ -37,11 +38,15 @@ class Decisions(Transitions):
     def _sample(self) -> None:
         """Ask how full the device is."""
         counters, config, ring = self.counters, self.config, self.ring
-        total, allocated = self.device.memory(), self.device.allocated()
+        total, allocated = None, 0
         if config.occupancy is not None:
-            occupancy, total = config.occupancy(), None
+            occupancy = config.occupancy()
         else:
+            total, allocated = self.device.memory(), self.device.allocated()
             occupancy = (allocated - ring.free) / total if total else 0.0
+        budget = config.budget_bytes()
+        if budget is not None:
+            occupancy = max(occupancy, (ring.held - ring.free + self._adopted) / budget)
         counters.occupancy_asked += 1
         counters.occupancy_peak = max(counters.occupancy_peak, occupancy)
         speeds = self.recorder.speeds
@@ -51,6 +56,9 @@ class Decisions(Transitions):
             self._room = policy.capacity(ring.held, allocated, total, config.occupancy_limit, ring.bound)
         else:
             self._room = None if self._level is Pressure.NONE else ring.bound
+        if budget is not None:
+            most = policy.capacity(ring.held, ring.held, budget, config.occupancy_limit, 0)
+            self._room = most if self._room is None else min(self._room, most)
 
     def _make_room(self, nbytes: int) -> None:
         """Spill the oldest behind a push of `nbytes`, and let the ring shrink while the device is too full."""
@@ -63,13 +71,13 @@ class Decisions(Transitions):
         missing = None
         if self._room is not None and (self._told or self._most_before):
             missing = max(self._live + self._announced, self._most_before) - self._room
-        if self._level is Pressure.PACED and (missing is None or missing > held[State.SPILLING] + held[State.HOST]):
+        if self._level is Pressure.PACED and (missing is None or missing > held[State.SPILLING] + self._away()):
             self._credit = min(2.0, self._credit + policy.hidden_fraction(self.recorder.speeds))
             if self._credit >= 1 and self._spill_oldest("paced"):
                 self._credit -= 1
             return
         for _ in range(3 if full else 1):
-            away = held[State.SPILLING] + held[State.HOST]
+            away = held[State.SPILLING] + self._away()
             behind = ring.free + held[State.SPILLING] + max(0, ring.bound - ring.held)
             left = None if missing is None else missing - away
             if policy.spill_target(full, nbytes, left, behind, excess) <= 0:
@@ -96,25 +104,37 @@ class Decisions(Transitions):
         for entry in list(islice(self._states[State.RESIDENT], _LOOKED_AT)):
             assert entry.slot is not None
             if entry.slot.source is None or self.device.holders(entry.slot.buffer) == 1:
-                return self._spill(entry, reason)
+                return self._may_spill(entry, reason)
             # A copy would free nothing while somebody else refers to it: perhaps later.
             self.counters.pinned_by_alias += 1
             self._states[State.RESIDENT].move_to_end(entry)
         # A kept graph leaves entries behind that were read and will be read again.
         for entry in self._states[State.READY]:
-            if entry.host is None and self._is_idle(entry):
-                return self._spill(entry, reason)
+            if not entry.is_copied() and self._is_idle(entry):
+                return self._may_spill(entry, reason)
         return False
+
+    def _may_spill(self, entry: Entry, reason: str) -> bool:
+        """Spill an entry, if the host has room; return whether it had."""
+        # A copy that could not be put on its stream has left its host slot with the entry.
+        if entry.host is None:
+            entry.host = self._take_host(entry.nbytes)
+            if entry.host is None:
+                return False
+        self._spill(entry, reason)
+        return True
 
     def _prefetch(self, entry: Entry | None) -> None:
         """Fetch what is expected to be read next: `entry`, then the older ones, into slots that are free."""
-        if not self._states[State.HOST] or entry is None:
+        if entry is None or not self._away():
             return
+        if self.disk is not None:
+            self._read_ahead()
         depth = policy.prefetch_depth(self.config.prefetch, self.recorder.speeds)
         for candidate in self._expected(entry, depth):
             if depth is not None and len(self._states[State.LOADING]) >= depth:
                 return
-            if candidate.state is State.HOST:
+            if candidate.state in (State.HOST, State.WRITING):
                 slot = self.ring.take(candidate.nbytes)
                 if slot is None and self.ring.may_grow(candidate.nbytes):
                     slot = self._grow(candidate.nbytes)
@@ -127,8 +147,8 @@ class Decisions(Transitions):
         if depth is not None:
             yield from islice(from_newest(entry), depth)
             return
-        while self._states[State.HOST]:
-            newest = next(reversed(self._states[State.HOST]))
+        while waiting := self._states[State.HOST] or self._states[State.WRITING]:
+            newest = next(reversed(waiting))
             if newest.sequence > entry.sequence:
                 return
             yield newest
@@ -160,7 +180,7 @@ class Decisions(Transitions):
         if self.counters.host_full > full and self.config.on_host_full == "raise":
             raise OffloadHostFull(
                 f"no room for a buffer of {nbytes} bytes: the ring holds {ring.held} bytes in use and the host "
-                f"{self.host.used} of at most {self.config.host_bytes()}. Raise `host_limit` or `ring_slots`, or set "
+                f"{self.host.used} of at most {self.host.limit}. Raise `{self._limit_name()}` or `ring_slots`, or set "
                 '`on_host_full="keep"` to let buffers stay on the device.'
             )
         self.counters.ring_grown += 1
@@ -173,6 +193,9 @@ class Decisions(Transitions):
                 error.add_note(f"fusedrnn.offload held {ring.held} bytes of device buffers: {self.counters}")
                 raise
         return slot
+
+    def _limit_name(self) -> str:
+        return "disk_limit" if self.direct else "host_limit"
 
     def _grow(self, nbytes: int) -> Slot | None:
         """Return a new slot, or None where the device has no room; the ring then keeps to what it holds."""
@@ -191,16 +214,19 @@ class Decisions(Transitions):
             self._retire(entry)
             return True
         for entry in self._states[State.READY]:
-            if entry.host is not None and self._is_idle(entry):
+            if entry.is_copied() and self._is_idle(entry):
                 self._retire(entry)
                 return True
         if self._states[State.LOADING]:
             farthest = min(self._states[State.LOADING], key=lambda entry: entry.sequence)
             self.counters.unprefetched += 1
             self._retire(farthest)
-            self._states[State.HOST].move_to_end(farthest, last=False)
+            self._states[farthest.state].move_to_end(farthest, last=farthest.state is State.DISK)
             return True
-        return self._spill_oldest("no slot")
+        if self._spill_oldest("no slot"):
+            return True
+        # Rather the disk is waited for than the ring grown without bound.
+        return bool(self._states[State.RESIDENT]) and self._await_write()
 
     def _is_idle(self, entry: Entry) -> bool:
         """Return whether nobody refers to a buffer that was read, so that nothing more will be done with it."""
@@ -211,7 +237,7 @@ class Decisions(Transitions):
         if self.ring.held <= self.ring.bound:
             return False
         depth = policy.prefetch_depth(self.config.prefetch, self.recorder.speeds)
-        return not self._states[State.HOST] or (depth is not None and self.ring.free > depth * nbytes)
+        return not self._away() or (depth is not None and self.ring.free > depth * nbytes)
 
     def _end_cycle(self) -> None:
         """After the last entry, keep no more than the ring's bound, and know how much there was."""

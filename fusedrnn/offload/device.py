@@ -1,24 +1,20 @@
 """The protocol between the scheduler and a device, and the two devices on which real bytes move."""
 
 import contextlib
-import ctypes
-import queue
-import threading
+import os
 import time
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fusedrnn.offload.config import process_memory
+from fusedrnn.offload.disk import Extent, new_extent
+from fusedrnn.offload.threads import Span, ThreadEvent, ThreadStream
 
-class Span(NamedTuple):
-    """Bytes `start` to `stop` of a buffer."""
-
-    buffer: Any
-    start: int
-    stop: int
+__all__ = ["CudaDevice", "Device", "Span", "ThreadDevice", "storage_holders"]
 
 
 class Device(Protocol):
@@ -28,13 +24,22 @@ class Device(Protocol):
     that waits for it runs nothing further until that point is reached, and the host does not wait. Buffers are
     uint8 and one-dimensional; one that is no longer referenced may be handed out again at once to the stream on
     which it was allocated, whatever other streams still do with it.
+
+    Files are read and written by streams of their own, which are threads. They wait for any event; where another stream
+    is to wait for one of theirs and cannot, the host does.
     """
+
+    direct: bool
+    """Whether its memory is the host's, so that buffers go from the device straight to a file."""
 
     def current_stream(self) -> Any:
         """Return the stream on which the calling thread computes."""
 
     def new_stream(self, name: str) -> Any:
         """Return a stream for copies."""
+
+    def new_disk_stream(self, name: str) -> Any:
+        """Return a stream for copies from and to files."""
 
     def record(self, stream: Any, timed: bool = False) -> Any:
         """Return an event at the present end of `stream`; only a timed one has a time."""
@@ -47,6 +52,9 @@ class Device(Protocol):
 
     def synchronize(self, event: Any) -> None:
         """Block the host until `event` has been reached."""
+
+    def failure(self, event: Any) -> OSError | None:
+        """Return what went wrong with the copy from or to a file that came before `event`, which was reached."""
 
     def elapsed(self, start: Any, end: Any) -> float | None:
         """Return the seconds from one timed event to another, or None while that is not known."""
@@ -61,6 +69,9 @@ class Device(Protocol):
     def allocate_host(self, nbytes: int) -> Any | None:
         """Return a pinned host buffer, or None where none can be had."""
 
+    def allocate_disk(self, folder: str | os.PathLike[str], nbytes: int) -> Any | None:
+        """Return a buffer in a file of the folder's file system, or None where it has no room."""
+
     def copy(self, stream: Any, target: Span, source: Span) -> None:
         """Copy bytes on `stream`."""
 
@@ -68,7 +79,7 @@ class Device(Protocol):
         """Return how many tensors besides `buffer` itself share its memory."""
 
     def memory(self) -> int | None:
-        """Return the bytes of device memory that this process may use, None where that has no meaning."""
+        """Return the bytes of device memory that this process may use, None where there is no limit."""
 
     def allocated(self) -> int:
         """Return the bytes of device memory in use."""
@@ -90,13 +101,22 @@ def storage_holders(buffer: Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 2
 
 
+def _failure(event: Any) -> OSError | None:
+    error = getattr(event, "error", None)
+    return error if isinstance(error, OSError) else None
+
+
 class CudaDevice:
     """A CUDA device: streams, events and pinned memory of torch."""
+
+    direct = False
 
     def __init__(self, device: torch.device):
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._total = torch.cuda.get_device_properties(self.device).total_memory
+        self._anchor: tuple[torch.cuda.Event, float] | None = None
+        """An event, and the threads' time when it was reached, where there are threads."""
 
     def current_stream(self) -> torch.cuda.Stream:
         """See `Device.current_stream`."""
@@ -106,27 +126,60 @@ class CudaDevice:
         """See `Device.new_stream`."""
         return torch.cuda.Stream(self.device)
 
-    def record(self, stream: torch.cuda.Stream, timed: bool = False) -> torch.cuda.Event:
+    def new_disk_stream(self, name: str) -> ThreadStream:
+        """See `Device.new_disk_stream`."""
+        if self._anchor is None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self.current_stream())
+            event.synchronize()
+            self._anchor = event, time.perf_counter()
+        return ThreadStream(name)
+
+    def record(self, stream: torch.cuda.Stream | ThreadStream, timed: bool = False) -> torch.cuda.Event | ThreadEvent:
         """See `Device.record`."""
-        event = torch.cuda.Event(enable_timing=timed)
+        if isinstance(stream, ThreadStream):
+            return stream.record()
+        # Threads wait for it without turning round and round.
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)
         event.record(stream)
         return event
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait(self, stream: torch.cuda.Stream | ThreadStream, event: torch.cuda.Event | ThreadEvent) -> None:
         """See `Device.wait`."""
-        stream.wait_event(event)
+        if isinstance(stream, ThreadStream):
+            stream.wait(event)
+        elif isinstance(event, ThreadEvent):
+            event.synchronize()
+        else:
+            stream.wait_event(event)
 
-    def query(self, event: torch.cuda.Event) -> bool:
+    def query(self, event: torch.cuda.Event | ThreadEvent) -> bool:
         """See `Device.query`."""
         return event.query()
 
-    def synchronize(self, event: torch.cuda.Event) -> None:
+    def synchronize(self, event: torch.cuda.Event | ThreadEvent) -> None:
         """See `Device.synchronize`."""
         event.synchronize()
 
-    def elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+    def failure(self, event: torch.cuda.Event | ThreadEvent) -> OSError | None:
+        """See `Device.failure`."""
+        return _failure(event)
+
+    def elapsed(self, start: torch.cuda.Event | ThreadEvent, end: torch.cuda.Event | ThreadEvent) -> float | None:
         """See `Device.elapsed`."""
-        return start.elapsed_time(end) / 1e3 if start.query() and end.query() else None
+        if not (start.query() and end.query()):
+            return None
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            return start.elapsed_time(end) / 1e3
+        return self._time(end) - self._time(start)
+
+    def _time(self, event: torch.cuda.Event | ThreadEvent) -> float:
+        """Return when an event was reached, on the clock of the threads."""
+        if isinstance(event, ThreadEvent):
+            return event.time
+        assert self._anchor is not None
+        anchor, seconds = self._anchor
+        return seconds + anchor.elapsed_time(event) / 1e3
 
     def allocate(self, nbytes: int) -> Tensor:
         """See `Device.allocate`."""
@@ -142,8 +195,15 @@ class CudaDevice:
                 _empty(1, self.device).zero_()
             return None
 
-    def copy(self, stream: torch.cuda.Stream, target: Span, source: Span) -> None:
+    def allocate_disk(self, folder: str | os.PathLike[str], nbytes: int) -> Extent | None:
+        """See `Device.allocate_disk`."""
+        return new_extent(folder, nbytes)
+
+    def copy(self, stream: torch.cuda.Stream | ThreadStream, target: Span, source: Span) -> None:
         """See `Device.copy`."""
+        if isinstance(stream, ThreadStream):
+            stream.copy(target, source)
+            return
         with torch.cuda.stream(stream):
             target.buffer[target.start : target.stop].copy_(
                 source.buffer[source.start : source.stop], non_blocking=True
@@ -168,55 +228,6 @@ class CudaDevice:
         return torch.cuda.is_current_stream_capturing()
 
 
-class _ThreadEvent:
-    """A point of a stream: set by its thread, with the time and the error that came before it."""
-
-    __slots__ = ("_reached", "error", "time")
-
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-        self.time = 0.0
-        self.error: BaseException | None = None
-
-    def reach(self, error: BaseException | None = None) -> None:
-        self.time, self.error = time.perf_counter(), error
-        self._reached.set()
-
-    def reached(self) -> bool:
-        return self._reached.is_set()
-
-    def wait(self) -> None:
-        self._reached.wait()
-        if self.error is not None:
-            raise self.error
-
-
-class _ThreadStream:
-    """A queue whose operations a thread of its own runs in order, each after `delay()` seconds."""
-
-    def __init__(self, name: str, delay: Callable[[], float] | None):
-        self.queue: queue.SimpleQueue[Callable[[], None] | _ThreadEvent | None] = queue.SimpleQueue()
-        # The thread must not hold the stream, or it would never end.
-        thread = threading.Thread(target=_work, args=(self.queue, delay), name=f"fusedrnn-{name}", daemon=True)
-        thread.start()
-        weakref.finalize(self, self.queue.put, None).atexit = False
-
-
-def _work(operations: "queue.SimpleQueue[Any]", delay: Callable[[], float] | None) -> None:
-    error: BaseException | None = None
-    while (operation := operations.get()) is not None:
-        if isinstance(operation, _ThreadEvent):
-            operation.reach(error)
-            continue
-        if delay is not None:
-            time.sleep(delay())
-        try:
-            operation()
-        except BaseException as raised:
-            # Not lost: whoever waits for a later event of this stream gets it.
-            error = raised
-
-
 class ThreadDevice:
     """A device made of threads, for machines without another: every copy stream is a thread that really copies.
 
@@ -225,48 +236,57 @@ class ThreadDevice:
 
     Args:
         delay: Seconds by which each copy is delayed, asked before each; for tests.
+        direct: Whether buffers go straight to a file, where there is one; for tests.
     """
 
     _CALLER = "caller"
 
-    def __init__(self, delay: Callable[[], float] | None = None):
-        self._delay = delay
+    def __init__(self, delay: Callable[[], float] | None = None, direct: bool = True):
+        self._delay, self.direct = delay, direct
+        self._total = process_memory()
 
     def current_stream(self) -> str:
         """See `Device.current_stream`."""
         return self._CALLER
 
-    def new_stream(self, name: str) -> _ThreadStream:
+    def new_stream(self, name: str) -> ThreadStream:
         """See `Device.new_stream`."""
-        return _ThreadStream(name, self._delay)
+        return ThreadStream(name, self._delay)
 
-    def record(self, stream: Any, timed: bool = False) -> _ThreadEvent:
+    def new_disk_stream(self, name: str) -> ThreadStream:
+        """See `Device.new_disk_stream`."""
+        return ThreadStream(name, self._delay)
+
+    def record(self, stream: Any, timed: bool = False) -> ThreadEvent:
         """See `Device.record`."""
-        event = _ThreadEvent()
-        if stream is self._CALLER:
-            event.reach()
-        else:
-            stream.queue.put(event)
+        if stream is not self._CALLER:
+            return stream.record()
+        event = ThreadEvent()
+        event.reach()
         return event
 
-    def wait(self, stream: Any, event: _ThreadEvent) -> None:
+    def wait(self, stream: Any, event: ThreadEvent) -> None:
         """See `Device.wait`."""
         if stream is self._CALLER:
-            event.wait()
-        elif not event.reached() or event.error is not None:
-            stream.queue.put(event.wait)
+            event.synchronize()
+        elif not event.query():
+            stream.wait(event)
 
-    def query(self, event: _ThreadEvent) -> bool:
+    def query(self, event: ThreadEvent) -> bool:
         """See `Device.query`."""
-        return event.reached()
+        return event.query()
 
-    def synchronize(self, event: _ThreadEvent) -> None:
+    def synchronize(self, event: ThreadEvent) -> None:
         """See `Device.synchronize`."""
-        event.wait()
+        event.synchronize()
 
-    def elapsed(self, start: _ThreadEvent, end: _ThreadEvent) -> float | None:
+    def failure(self, event: ThreadEvent) -> OSError | None:
+        """See `Device.failure`."""
+        return _failure(event)
+
+    def elapsed(self, start: ThreadEvent, end: ThreadEvent) -> float | None:
         """See `Device.elapsed`."""
-        return end.time - start.time if start.reached() and end.reached() else None
+        return end.time - start.time if start.query() and end.query() else None
 
     def allocate(self, nbytes: int) -> Tensor:
         """See `Device.allocate`."""
@@ -279,27 +299,27 @@ class ThreadDevice:
         except RuntimeError:
             return None
 
-    def copy(self, stream: _ThreadStream, target: Span, source: Span) -> None:
+    def allocate_disk(self, folder: str | os.PathLike[str], nbytes: int) -> Extent | None:
+        """See `Device.allocate_disk`."""
+        return new_extent(folder, nbytes)
+
+    def copy(self, stream: ThreadStream, target: Span, source: Span) -> None:
         """See `Device.copy`."""
-
-        def move(target: Span = target, source: Span = source) -> None:
-            # Unlike Tensor.copy_ this makes no view, which `holders` would count, and holds no interpreter lock.
-            to, from_ = target.buffer.data_ptr() + target.start, source.buffer.data_ptr() + source.start
-            ctypes.memmove(to, from_, source.stop - source.start)
-
-        stream.queue.put(move)
+        stream.copy(target, source)
 
     def holders(self, buffer: Tensor) -> int:
         """See `Device.holders`."""
         return storage_holders(buffer)
 
-    def memory(self) -> None:
+    def memory(self) -> int:
         """See `Device.memory`."""
-        return None
+        return self._total
 
     def allocated(self) -> int:
         """See `Device.allocated`."""
-        return 0
+        # Without the pages of mapped files, which the system can drop.
+        _, resident, shared = Path("/proc/self/statm").read_text().split()[:3]
+        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
     def is_capturing(self) -> bool:
         """See `Device.is_capturing`."""

@@ -17,9 +17,15 @@ class State(Enum):
     SPILLING = "spilling"
     """On the device, and on the host or on the way there."""
     HOST = "host"
-    """On the host only."""
+    """Below the device only: on the host, or in a file where that takes the host's place."""
+    WRITING = "writing"
+    """On the host, and in the file or on the way there."""
+    DISK = "disk"
+    """In the file only."""
+    READING = "reading"
+    """In the file, and on the host or on the way there."""
     LOADING = "loading"
-    """On the host, and on the device or on the way there."""
+    """On the host or in the file, and on the device or on the way there."""
     READY = "ready"
     """On the device, read at least once since it came there."""
     FREED = "freed"
@@ -45,17 +51,21 @@ class Entry:
     __slots__ = (
         "changed",
         "d2h",
+        "disk",
         "h2d",
         "host",
+        "io",
         "nbytes",
         "newer",
         "older",
         "readers",
         "ready",
+        "saved",
         "sequence",
         "slot",
         "start",
         "state",
+        "stays",
         "stream",
         "timed",
         "written",
@@ -65,10 +75,18 @@ class Entry:
         self.nbytes, self.stream, self.ready, self.sequence, self.state = nbytes, stream, ready, sequence, state
         self.slot: Slot | None = slot
         self.host: HostSlot | None = None
+        self.disk: HostSlot | None = None
+        """Its range of the file, where it goes there by way of the host."""
         self.d2h: Any = None
-        """Event after its spill; the host copy is good from there on."""
+        """Event after its spill; the host copy is good from there on. None where it came from the file."""
         self.h2d: Any = None
         """Event after its latest fetch, while the device copy comes from one."""
+        self.io: Any = None
+        """Event after its write to the file or its latest read."""
+        self.saved = False
+        """Whether its write is known to have succeeded."""
+        self.stays = False
+        """Whether it never goes to the file, since that failed once."""
         self.timed = timed
         self.start: Any = None
         """Timed event at which its reader began."""
@@ -85,7 +103,12 @@ class Entry:
         """Return whether the content is not what was saved, since the user changed it in place."""
         return self.changed or (self.slot is not None and self.slot.changed())
 
+    def is_copied(self) -> bool:
+        """Return whether there is a copy of it below the device, so that the device's may go."""
+        return self.host is not None or self.saved
+
     def end(self) -> None:
         """Forget everything but that it is FREED."""
         self.state = State.FREED
-        self.slot = self.host = self.ready = self.d2h = self.h2d = self.start = self.older = self.newer = None
+        self.slot = self.host = self.disk = self.ready = self.d2h = self.h2d = self.io = None
+        self.start = self.older = self.newer = None

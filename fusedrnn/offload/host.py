@@ -1,13 +1,12 @@
-"""The pool of pinned host buffers: slabs of powers of two, cut into slots of any size."""
+"""Pools of memory below the device: slabs of powers of two, pinned or in files, cut into slots of any size."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fusedrnn.offload.device import Device, Span
 
-_ALIGNMENT = 256
 _LEAST_SLAB = 1 << 20
-_MOST_SLAB = 1 << 30
 
 
 class _Free(NamedTuple):
@@ -20,7 +19,7 @@ class _Free(NamedTuple):
 
 
 class HostSlot:
-    """A range of pinned memory and what must have happened before it may be written again."""
+    """A range of a slab and what must have happened before it may be written again."""
 
     __slots__ = ("events", "slab", "span")
 
@@ -29,32 +28,48 @@ class HostSlot:
 
 
 class HostPool:
-    """Pinned memory under a limit.
+    """Memory under a limit.
 
     Pinning takes milliseconds and the allocator rounds every request up to a power of two, so memory is taken in
-    slabs that are powers of two, each as large as all before it together, and cut here.
+    slabs that are powers of two, each as large as all before it together, and cut here. So it is with files, of which
+    a process may have only so many open.
 
     Args:
-        device: Who pins.
+        device: Whose events are waited for.
+        allocate: Returns a slab of so many bytes, or None where there is none.
         limit: Most bytes in slabs.
+        alignment: What the size of slots is a multiple of.
+        most: Size of the largest slabs.
     """
 
-    def __init__(self, device: Device, limit: int):
-        self._device, self._limit = device, limit
+    def __init__(
+        self,
+        device: Device,
+        allocate: Callable[[int], Any | None],
+        limit: int,
+        alignment: int = 256,
+        most: int = 1 << 30,
+    ):
+        self._device, self._allocate, self.limit, self._alignment, self._most = device, allocate, limit, alignment, most
         self._slabs: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}
         self._next = 0
         self._free: dict[int, deque[_Free]] = {}
-        self._refused = _MOST_SLAB * 2
+        self._refused = most * 2
         self.reserved = 0
         self.used = 0
         self.peak = 0
         self.failures = 0
         self.calls = 0
 
+    @property
+    def capacity(self) -> int:
+        """Bytes that it can hold, as far as is known."""
+        return self.reserved if self.failures else self.limit
+
     def take(self, nbytes: int) -> HostSlot | None:
         """Return a slot of `nbytes`, or None where the host has no room for it."""
-        size = _aligned(nbytes)
+        size = self._aligned(nbytes)
         free = self._find(size)
         if free is None and self._merge():
             free = self._find(size)
@@ -71,19 +86,19 @@ class HostPool:
 
     def give(self, slot: HostSlot, events: tuple[Any, ...]) -> None:
         """Take a slot back, to be written again after `events` (edge E8)."""
-        start, stop = slot.span.start, slot.span.start + _aligned(slot.span.stop - slot.span.start)
+        start, stop = slot.span.start, slot.span.start + self._aligned(slot.span.stop - slot.span.start)
         self.used -= stop - start
         self._put(_Free(slot.slab, start, stop, events))
 
     def reserve(self, nbytes: int) -> bool:
         """Take a slab in which `nbytes` fit; return whether there was one."""
         least = _power(nbytes)
-        size = max(least, min(max(_LEAST_SLAB, _power(self.reserved)), _MOST_SLAB))
-        while size > least and (self.reserved + size > self._limit or size >= self._refused):
+        size = max(least, min(max(_LEAST_SLAB, _power(self.reserved)), self._most))
+        while size > least and (self.reserved + size > self.limit or size >= self._refused):
             size //= 2
-        while size >= least and self.reserved + size <= self._limit and size < self._refused:
+        while size >= least and self.reserved + size <= self.limit and size < self._refused:
             self.calls += 1
-            slab = self._device.allocate_host(size)
+            slab = self._allocate(size)
             if slab is not None:
                 self._slabs[self._next], self._sizes[self._next] = slab, size
                 self._put(_Free(self._next, 0, size, ()))
@@ -108,22 +123,25 @@ class HostPool:
                     ranges.remove(free)
                     del self._slabs[free.slab], self._sizes[free.slab]
                     trimmed += size
+            if not ranges:
+                del self._free[size]
         self.reserved -= trimmed
-        self._refused = _MOST_SLAB * 2
+        self._refused = self._most * 2
         return trimmed
 
     def audit(self, used: list[HostSlot]) -> None:
         """Check that free ranges and `used` slots together are the slabs, none of them twice."""
         ranges = [(free.slab, free.start, free.stop) for found in self._free.values() for free in found]
         taken = [
-            (slot.slab, slot.span.start, slot.span.start + _aligned(slot.span.stop - slot.span.start)) for slot in used
+            (slot.slab, slot.span.start, slot.span.start + self._aligned(slot.span.stop - slot.span.start))
+            for slot in used
         ]
         assert self.used == sum(stop - start for _, start, stop in taken)
         ends = dict.fromkeys(self._slabs, 0)
         for slab, start, stop in sorted(ranges + taken):
             assert ends[slab] == start, (slab, start, stop)
             ends[slab] = stop
-        assert ends == self._sizes and sum(ends.values()) == self.reserved <= max(self._limit, 0)
+        assert ends == self._sizes and sum(ends.values()) == self.reserved <= max(self.limit, 0)
 
     def _find(self, size: int) -> _Free | None:
         """Remove and return the smallest free range in which `size` fits."""
@@ -137,6 +155,9 @@ class HostPool:
             # Every size that was ever cut would be looked at otherwise.
             del self._free[size]
         return free
+
+    def _aligned(self, nbytes: int) -> int:
+        return -(-nbytes // self._alignment) * self._alignment
 
     def _put(self, free: _Free) -> None:
         self._free.setdefault(free.stop - free.start, deque()).append(free)
@@ -155,10 +176,6 @@ class HostPool:
         for free in joined:
             self._put(free)
         return len(joined) < len(ranges)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _power(nbytes: int) -> int:

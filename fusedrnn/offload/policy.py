@@ -24,12 +24,16 @@ class Speeds:
         consume: Time in which the backward pass is done with one byte.
         spill: Time in which the link takes one byte to the host.
         fetch: Time in which it brings one byte back.
+        write: Time in which the disk takes one byte from the host.
+        read: Time in which it brings one byte back.
     """
 
     compute: float | None = None
     consume: float | None = None
     spill: float | None = None
     fetch: float | None = None
+    write: float | None = None
+    read: float | None = None
 
 
 def eligible(nbytes: int, min_bytes: int) -> bool:
@@ -92,3 +96,24 @@ def prefetch_depth(prefetch: int, speeds: Speeds) -> int | None:
     """Return how many buffers ahead to fetch; None, all that find a free slot, where the link is the slower one."""
     fetch, consume = speeds.fetch or speeds.spill, speeds.consume or speeds.compute
     return None if prefetch and fetch and consume and fetch > consume else prefetch
+
+
+def write_target(limit: int, used: int, writing: int, nbytes: int) -> int:
+    """Return how many bytes should go from the host to the disk now; none, if not positive.
+
+    Args:
+        limit: Bytes that the host may take.
+        used: Bytes that it has.
+        writing: Those of them that can be used again after their write.
+        nbytes: Size of the buffer that was pushed last.
+    """
+    return max(2 * nbytes, limit // 8) - (limit - used) - writing
+
+
+def read_depth(prefetch: int, speeds: Speeds) -> int | None:
+    """Return how many buffers the host should have to be fetched from; None, all for which it has room.
+
+    The disk must be ahead of the link by at least as much as that is ahead of the computation.
+    """
+    consume = speeds.consume or speeds.compute
+    return None if prefetch and speeds.read and consume and speeds.read > consume / 2 else 2 * prefetch

@@ -1,6 +1,7 @@
 """Random programs against the scheduler on the simulated device: every one must be free of races and of wrong values.
 
     python -m fusedrnn.offload.proof --seeds 100000
+    python -m fusedrnn.offload.proof --seeds 20000 --disk third
 
 A program pushes buffers of several sizes on one or two stacks and streams, under a ring, a host pool and an occupancy
 that are drawn too, and then reads them in one of the ways in which a backward pass can go, or not at all.
@@ -9,9 +10,11 @@ that are drawn too, and then reads them in one of the ways in which a backward p
 import argparse
 import random
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fusedrnn.offload.config import OffloadConfig
@@ -20,6 +23,8 @@ from fusedrnn.offload.simulated import SimulatedDevice, View
 from fusedrnn.offload.stack import ActivationStack, OffloadHandle
 from fusedrnn.offload.stats import Counters
 
+DISKS = ("none", "direct", "third")
+"""No disk; one that takes the host's place, as on a CPU; one below the host."""
 _SIZES = (4096, 4096, 4096, 4096, 3000, 8192, 2048)
 
 
@@ -30,7 +35,7 @@ class Outcome:
     Args:
         races: Accesses that no edge orders, in words.
         wrong: Values read that are not those pushed.
-        host_waits: How often the host waited in the steady state.
+        host_waits: How often the host waited in the steady state, but for the disk.
         leaks: What was still held at the end.
         peak: Most bytes of device memory at any moment.
         operations: Operations that were put on streams.
@@ -56,6 +61,7 @@ def run_program(
     seed: int,
     scheduler: Callable[[Any, OffloadConfig], Scheduler] = Scheduler,
     interleaving: int | None = None,
+    disk: str = "none",
 ) -> Outcome:
     """Run one random program.
 
@@ -63,13 +69,23 @@ def run_program(
         seed: Draws the program.
         scheduler: What is put to the proof.
         interleaving: Draws the order in which the device runs the streams, `seed` if None.
+        disk: One of `DISKS`; with a disk the host may wait for that alone.
 
     Raises:
         AssertionError: If bytes are lost or counted twice, or streams wait for each other for ever.
     """
     draw = random.Random(seed)
-    device = SimulatedDevice(seed if interleaving is None else interleaving)
-    program = _Program(draw, device, scheduler(device, _config(draw)))
+    direct, faulty = disk == "direct", random.Random(seed)
+    fail = None if disk == "none" or seed % 4 else lambda kind: kind == "write" and faulty.random() < 0.1
+    device = SimulatedDevice(seed if interleaving is None else interleaving, direct=direct, fail=fail)
+    config = _config(draw)
+    if disk != "none":
+        # Tight files, too, and a host that is hardly ever large enough.
+        limits = (1 << 30, 4096 * draw.randint(0, 8), 4096 * draw.randint(1, 3))
+        config = replace(config, spill_dir=tempfile.gettempdir(), disk_limit=draw.choice(limits))
+        if config.host_bytes() >= 1 << 30:
+            config = replace(config, host_limit=4096 * draw.randint(1, 5))
+    program = _Program(draw, device, scheduler(device, config))
     with warnings.catch_warnings():
         # That a host pool drawn too small is full is no news.
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -127,10 +143,12 @@ class _Program:
             leaks.append(f"{scheduler.ring.held - scheduler.ring.free} bytes of the ring are in use")
         if scheduler.host.used:
             leaks.append(f"{scheduler.host.used} bytes of the host are in use")
+        if scheduler.disk is not None and scheduler.disk.used:
+            leaks.append(f"{scheduler.disk.used} bytes of the disk are in use")
         scheduler.flush()
         device.drain()
         scheduler.trim_host()
-        leaks += [f"{left} bytes are left" for left in (device.in_use, device.host_in_use) if left]
+        leaks += [f"{left} bytes are left" for left in (device.in_use, device.host_in_use, device.disk_in_use) if left]
         return Outcome(
             device.races, device.wrong, host_waits, leaks, device.peak, device.operations, scheduler.counters
         )
@@ -226,12 +244,12 @@ class _Program:
         pushed.clear()
 
 
-def _totals(seeds: range) -> tuple[int, int, int, list[str]]:
+def _totals(seeds: range, disk: str) -> tuple[int, int, int, list[str]]:
     """Run programs; return how many operations, spills and loads there were, and the faults with their seeds."""
     operations = spills = loads = 0
     faults: list[str] = []
     for seed in seeds:
-        outcome = run_program(seed)
+        outcome = run_program(seed, disk=disk)
         operations += outcome.operations
         spills += outcome.counters.spills
         loads += outcome.counters.loads
@@ -250,12 +268,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=100_000, help="programs to run (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--disk", choices=DISKS, default="none", help="where a disk is (default: %(default)s)")
     args = parser.parse_args(argv)
     last = args.first + args.seeds
     parts = [range(start, min(start + 250, last)) for start in range(args.first, last, 250)]
     console = Console()
+    run = partial(_totals, disk=args.disk)
     with ProcessPoolExecutor(args.jobs) as pool:
-        found = list(track(pool.map(_totals, parts), "programs, by 250", len(parts), console=console, transient=True))
+        found = list(
+            track(
+                pool.map(run, parts),
+                "programs, by 250",
+                len(parts),
+                console=console,
+                transient=True,
+            )
+        )
     operations, spills, loads = map(sum, zip(*(part[:3] for part in found), strict=True))
     faults = [fault for part in found for fault in part[3]]
     console.print(

@@ -4,6 +4,7 @@ import sys
 from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedrnn.offload.device import Device
@@ -41,10 +42,11 @@ class Ring:
     Args:
         device: Where they live.
         slots: How many of the largest size may exist while the device is full.
+        budget: Most bytes that may be held at any time, or None.
     """
 
-    def __init__(self, device: Device, slots: int):
-        self._device, self._slots = device, slots
+    def __init__(self, device: Device, slots: int, budget: int | None = None):
+        self._device, self._slots, self._budget = device, slots, budget
         self._free: dict[int, deque[Slot]] = {}
         self._largest = 0
         self._most = sys.maxsize
@@ -96,8 +98,13 @@ class Ring:
         """Return a new slot.
 
         Raises:
-            torch.OutOfMemoryError: If the device has no room.
+            torch.OutOfMemoryError: If the device has no room, or the budget none.
         """
+        if self._budget is not None and self.held + nbytes > self._budget:
+            raise torch.OutOfMemoryError(
+                f"`memory_budget` of {self._budget} bytes has no room for a buffer of {nbytes} bytes beside the "
+                f"{self.held} bytes in use. Raise it, raise `host_limit`, or take shorter chunks (`chunk`)"
+            )
         stream = self._device.current_stream()
         slot = Slot(self._device.allocate(nbytes), nbytes, stream)
         # The allocator orders the memory's earlier uses before this stream, and before no other.

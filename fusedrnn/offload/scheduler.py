@@ -35,7 +35,7 @@ class Scheduler(Decisions):
         self._lock = threading.Lock()
         self._later: deque[Callable[[], None]] = deque()
         self._sequence = 0
-        self._said = False
+        self._said = self._said_failed = False
 
     # What a stack calls.
 
@@ -79,6 +79,7 @@ class Scheduler(Decisions):
                 self._announced -= announced
                 if entry.state is State.RESIDENT:
                     self._make_room(nbytes)
+                    self._write_ahead(nbytes)
             except BaseException:
                 self._give_up(entry, slot)
                 raise
@@ -102,6 +103,7 @@ class Scheduler(Decisions):
             try:
                 if entry.state is State.RESIDENT:
                     self._make_room_adopted(nbytes)
+                    self._write_ahead(nbytes)
             except BaseException:
                 self._give_up(entry)
                 raise
@@ -156,9 +158,9 @@ class Scheduler(Decisions):
             if entry.state is State.FREED:
                 raise RuntimeError("the buffer was released: call `get` before `release`")
             stream = self.device.current_stream()
-            if entry.state is State.HOST:
+            if entry.slot is None:
                 self.counters.demand_loads += 1
-                self._load(entry, self._acquire(entry.nbytes), "demanded")
+                self._demand(entry)
             elif entry.state is State.LOADING:
                 self.counters.prefetch_hits += 1
             elif entry.state is State.SPILLING:
@@ -168,6 +170,9 @@ class Scheduler(Decisions):
             arrived = self.device.record(stream, True) if entry.timed else None
             if entry.h2d is not None:
                 self._wait("E6", stream, (entry.h2d,))
+                if self.direct and (error := self.device.failure(entry.h2d)):
+                    self._retire(entry)
+                    self._unreadable(entry, error)
             elif stream != entry.stream:
                 self._wait("E6", stream, (entry.ready,))
             if writable:
@@ -182,6 +187,17 @@ class Scheduler(Decisions):
             if not self._states[State.LOADING]:
                 self._prefetch(entry.older)
             return entry.slot.buffer[: entry.nbytes]
+
+    def _demand(self, entry: Entry) -> None:
+        """Fetch an entry that is not on the device."""
+        slot = self._acquire(entry.nbytes)
+        try:
+            if entry.state in (State.DISK, State.READING):
+                self._bring(entry)
+        except BaseException:
+            self.ring.give(slot, slot.free)
+            raise
+        self._load(entry, slot, "demanded")
 
     def _before_write(self, entry: Entry, stream: Any) -> None:
         """Let `stream` wait for all that still reads the entry's device copy."""
@@ -240,19 +256,33 @@ class Scheduler(Decisions):
                 "together, so that the capture owns its buffers, or switch offloading off"
             )
         self._catch_up()
+        # Here, where a warning that is an error leaves everything as it is.
         if self.counters.host_full and not self._said:
-            # Here, where a warning that is an error leaves everything as it is.
             self._said = True
             warnings.warn(self._host_full(), RuntimeWarning, stacklevel=4)
+        if self._error is not None and not self._said_failed:
+            self._said_failed = True
+            warnings.warn(
+                f"offloading could not write to {self.config.spill_dir} (`spill_dir`): {self._error}. What could not "
+                "be written stays in memory. Make room there, or name a folder on another disk",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _host_full(self) -> str:
-        host = self.host
-        reason = f"{host.used} bytes of at most {self.config.host_bytes()} (`host_limit`) are in use"
-        if host.failures:
-            reason += f", and {host.failures} allocations of pinned memory failed"
+        pool, name = self.host, self._limit_name()
+        if self.direct:
+            what, calls = f"room left in {self.config.spill_dir} (`spill_dir`)", "requests for a file"
+        else:
+            what, calls = "pinned host memory left", "allocations of pinned memory"
+        reason = f"{pool.used} bytes of at most {pool.limit} (`{name}`) are in use"
+        if pool.failures:
+            reason += f", and {pool.failures} {calls} failed"
+        if self.disk is not None and self.counters.disk_full:
+            reason += f"; so are {self.disk.used} of at most {self.disk.limit} (`disk_limit`) in files"
         return (
-            f"offloading has no pinned host memory left: {reason}. What does not fit stays on the device. Raise "
-            "`host_limit`, free host memory, or use a save mode that keeps less"
+            f"offloading has no {what}: {reason}. What does not fit stays on the device. Raise "
+            f"`{name}`, free {'disk space' if self.direct else 'host memory'}, or use a save mode that keeps less"
         )
 
     def _catch_up(self) -> None:
@@ -289,16 +319,19 @@ class Scheduler(Decisions):
             self.ring.shrink()
 
     def trim_host(self) -> int:
-        """Give back pinned memory of which nothing is in use and return its bytes; the host waits for its copies."""
+        """Give back pinned memory and files of which nothing is in use and return their bytes; copies are awaited."""
         with self._lock:
             self._enter()
-            return self.host.trim()
+            return self.host.trim() + (0 if self.disk is None else self.disk.trim())
 
     def synchronize(self) -> None:
         """Block the host until all copies are done."""
         with self._lock:
             self._enter()
-            for event in [self.device.record(stream) for stream in (self._spill_stream, self._fetch_stream)]:
+            streams = [self._spill_stream, self._fetch_stream]
+            if self.disk is not None:
+                streams += [self._write_stream, self._read_stream]
+            for event in [self.device.record(stream) for stream in streams]:
                 self.device.synchronize(event)
             self.recorder.settle()
 
@@ -306,19 +339,25 @@ class Scheduler(Decisions):
         """Return what has been counted so far."""
         with self._lock:
             self.recorder.settle()
-            return replace(
+            found = replace(
                 self.counters,
                 skipped=dict(self.counters.skipped),
                 stall_seconds=self.recorder.stall_seconds,
                 device_peak=self.ring.peak,
                 host_peak=self.host.peak,
+                disk_peak=0 if self.disk is None else self.disk.peak,
             )
+            if self.direct:
+                found.disk_writes, found.disk_written_bytes = found.spills, found.spilled_bytes
+                found.disk_reads, found.disk_read_bytes = found.loads, found.loaded_bytes
+                found.disk_peak, found.host_peak = found.host_peak, 0
+            return found
 
     def trace(self, process: int, name: str) -> list[dict[str, Any]]:
         """Return what the streams did so far as trace events of one process."""
         self.synchronize()
         with self._lock:
-            return trace_events(self.recorder, process, name)
+            return trace_events(self.recorder, process, name, self.disk is not None, self.direct)
 
     def entries(self) -> list[Entry]:
         """Return the entries that live, newest first."""

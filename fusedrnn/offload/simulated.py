@@ -12,30 +12,17 @@ Time. An operation starts when the one before it on its stream has ended and all
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from fusedrnn.offload.device import Span
-
-_STREAMS = 8
+from fusedrnn.offload.simulated_memory import STREAMS, Access, Allocation, Event, Memory, Stream, View
 
 
 class Deadlock(AssertionError):
     """Every stream waits for another."""
-
-
-class Access(NamedTuple):
-    """A read or write of bytes `start` to `stop`, at `epoch` on a stream."""
-
-    start: int
-    stop: int
-    stream: int
-    epoch: int
-    write: bool
-    what: str
 
 
 class Work(NamedTuple):
@@ -47,74 +34,6 @@ class Work(NamedTuple):
     end: float
 
 
-class _Memory:
-    """Physical memory: its history outlives every allocation in it."""
-
-    __slots__ = ("accesses", "kind", "live", "values")
-
-    def __init__(self, kind: str):
-        self.kind, self.live = kind, True
-        self.accesses: list[Access] = []
-        self.values: list[tuple[int, int, Any]] = []
-
-    def write(self, start: int, stop: int, value: Any) -> None:
-        # What is overwritten in part is lost as a whole: nobody may read it any more.
-        self.values = [found for found in self.values if found[1] <= start or found[0] >= stop]
-        self.values.append((start, stop, value))
-
-    def read(self, start: int, stop: int) -> Any:
-        for first, last, value in self.values:
-            if first == start and stop <= last:
-                return value
-        return None
-
-
-class Allocation:
-    """Memory in use until nothing refers to this object or to a view of it."""
-
-    def __init__(self, device: "SimulatedDevice", memory: _Memory, nbytes: int, home: "Stream"):
-        self.device, self.memory, self.nbytes, self.home = device, memory, nbytes, home
-        self.views = 0
-
-    def __getitem__(self, part: slice) -> "View":
-        return View(self, *part.indices(self.nbytes)[:2])
-
-    def __del__(self) -> None:
-        self.device._free(self)
-
-
-class View:
-    """Bytes `start` to `stop` of an allocation, which it keeps in use."""
-
-    def __init__(self, allocation: Allocation, start: int, stop: int):
-        self.allocation, self.start, self.stop = allocation, start, stop
-        allocation.views += 1
-
-    def __del__(self) -> None:
-        self.allocation.views -= 1
-
-
-class Stream:
-    """A queue of operations with its clock."""
-
-    __slots__ = ("clock", "index", "name", "queue", "time")
-
-    def __init__(self, name: str, index: int):
-        self.name, self.index = name, index
-        self.clock = [0] * _STREAMS
-        self.time = 0.0
-        self.queue: deque[Any] = deque()
-
-
-class Event:
-    """A point of a stream."""
-
-    __slots__ = ("clock", "done", "time")
-
-    def __init__(self, clock: list[int], time: float):
-        self.clock, self.time, self.done = clock, time, False
-
-
 class SimulatedDevice:
     """See the top of this file.
 
@@ -123,9 +42,11 @@ class SimulatedDevice:
         memory: Bytes of device memory, None for as much as is asked for.
         bytes_per_second: Speed of the link in each direction.
         latency: Seconds that each copy takes in addition.
+        disk_bytes_per_second: Speed of the disk in each direction.
+        direct: Whether buffers go straight to a file, where there is one.
         trace: Whether `work` keeps what every stream did when.
-        fail: Asked before every operation with its kind ("record", "wait", "copy", "allocate", "allocate_host");
-            where it returns True the operation fails.
+        fail: Asked before every operation with its kind ("record", "wait", "copy", "allocate", "allocate_host",
+            "allocate_disk", "write", "read"); where it returns True the operation fails.
     """
 
     def __init__(
@@ -134,21 +55,25 @@ class SimulatedDevice:
         memory: int | None = None,
         bytes_per_second: float = 50e9,
         latency: float = 0.0,
+        disk_bytes_per_second: float = 3e9,
+        direct: bool = False,
         trace: bool = False,
         fail: Callable[[str], bool] | None = None,
     ):
         self._random = None if seed is None else random.Random(seed)
         self._memory, self._speed, self._latency, self._fail = memory, bytes_per_second, latency, fail
+        self._disk_speed, self.direct = disk_bytes_per_second, direct
         self._streams: list[Stream] = []
-        self._host = [0] * _STREAMS
-        self._pools: dict[tuple[int, int], list[_Memory]] = {}
+        self._host_time = 0.0
+        self._host = [0] * STREAMS
+        self._pools: dict[tuple[int, int], list[Memory]] = {}
         self.work: list[Work] | None = [] if trace else None
         self.current = self.new_stream("compute")
         self.capturing = False
         self.races: list[str] = []
         self.wrong: list[str] = []
-        self.host_waits = self.operations = self.allocations = self.host_allocations = 0
-        self.in_use = self.peak = self.host_in_use = self.host_peak = 0
+        self.host_waits = self.disk_waits = self.operations = self.allocations = self.host_allocations = 0
+        self.in_use = self.peak = self.host_in_use = self.host_peak = self.disk_in_use = 0
 
     # The protocol.
 
@@ -162,16 +87,26 @@ class SimulatedDevice:
         self._streams.append(stream)
         return stream
 
+    def new_disk_stream(self, name: str) -> Stream:
+        """See `Device.new_disk_stream`."""
+        stream = self.new_stream(name)
+        stream.disk = True
+        return stream
+
     def record(self, stream: Stream, timed: bool = False) -> Event:
         """See `Device.record`."""
         self._may_fail("record")
-        event = Event(self._tick(stream), stream.time)
+        event = Event(self._tick(stream), stream.time, stream.disk, stream.error)
+        stream.error = None
         self._put(stream, event)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """See `Device.wait`."""
         self._may_fail("wait")
+        if event.disk and not stream.disk:
+            self.synchronize(event)
+            return
         stream.clock = list(map(max, stream.clock, event.clock))
         stream.time = max(stream.time, event.time)
         self._put(stream, (event,))
@@ -179,7 +114,7 @@ class SimulatedDevice:
     def query(self, event: Event) -> bool:
         """See `Device.query`."""
         if self._random is None:
-            return False
+            return event.time <= self._host_time
         self.progress(self._random.randrange(3))
         if event.done:
             self._learn(event)
@@ -187,11 +122,19 @@ class SimulatedDevice:
 
     def synchronize(self, event: Event) -> None:
         """See `Device.synchronize`."""
-        self.host_waits += 1
+        if event.disk:
+            self.disk_waits += 1
+        else:
+            self.host_waits += 1
+        self._host_time = max(self._host_time, event.time)
         self._learn(event)
         while self._random is not None and not event.done:
             if not self._step():
                 raise Deadlock("the host waits for an event that is never reached")
+
+    def failure(self, event: Event) -> OSError | None:
+        """See `Device.failure`."""
+        return event.error
 
     def elapsed(self, start: Event, end: Event) -> float | None:
         """See `Device.elapsed`. Known at once, and never where operations run: there, time has no meaning."""
@@ -206,7 +149,7 @@ class SimulatedDevice:
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
         pool = self._pools.get((self.current.index, nbytes))
-        memory = pool.pop() if pool else _Memory("device")
+        memory = pool.pop() if pool else Memory("device")
         memory.live = True
         return Allocation(self, memory, nbytes, self.current)
 
@@ -217,13 +160,23 @@ class SimulatedDevice:
         self.host_allocations += 1
         self.host_in_use += nbytes
         self.host_peak = max(self.host_peak, self.host_in_use)
-        return Allocation(self, _Memory("host"), nbytes, self.current)
+        return Allocation(self, Memory("host"), nbytes, self.current)
+
+    def allocate_disk(self, folder: Any, nbytes: int) -> Allocation | None:
+        """See `Device.allocate_disk`."""
+        if self._fail is not None and self._fail("allocate_disk"):
+            return None
+        self.disk_in_use += nbytes
+        return Allocation(self, Memory("disk"), nbytes, self.current)
 
     def copy(self, stream: Stream, target: Span, source: Span) -> None:
         """See `Device.copy`."""
         self._may_fail("copy")
         to, from_ = target.buffer.memory, source.buffer.memory
-        what = "spill" if to.kind == "host" else "fetch"
+        what = "read" if from_.kind == "disk" else {"host": "spill", "disk": "write"}.get(to.kind, "fetch")
+        if stream.disk and self._fail is not None and self._fail(what):
+            stream.error = OSError(5, f"simulated failure of {what}")
+            return
         size = source.stop - source.start
 
         def move() -> None:
@@ -232,7 +185,8 @@ class SimulatedDevice:
         # The closure must keep no allocation in use: a device does not either.
         target, source = target._replace(buffer=None), source._replace(buffer=None)
         reads, writes = [(from_, source.start, source.stop)], [(to, target.start, target.stop)]
-        self._run(stream, what, size / self._speed + self._latency, reads, writes, move)
+        speed = self._disk_speed if stream.disk else self._speed
+        self._run(stream, what, size / speed + self._latency, reads, writes, move)
 
     def holders(self, buffer: Allocation) -> int:
         """See `Device.holders`."""
@@ -316,8 +270,8 @@ class SimulatedDevice:
         stream: Stream,
         what: str,
         seconds: float,
-        reads: Iterable[tuple[_Memory, int, int]],
-        writes: Iterable[tuple[_Memory, int, int]],
+        reads: Iterable[tuple[Memory, int, int]],
+        writes: Iterable[tuple[Memory, int, int]],
         run: Callable[[], None],
     ) -> None:
         clock = self._tick(stream)
@@ -325,12 +279,13 @@ class SimulatedDevice:
             self._check(memory, Access(start, stop, stream.index, clock[stream.index], False, what), clock)
         for memory, start, stop in writes:
             self._check(memory, Access(start, stop, stream.index, clock[stream.index], True, what), clock)
+        stream.time = max(stream.time, self._host_time)
         if self.work is not None:
             self.work.append(Work(stream.name, what, stream.time, stream.time + seconds))
         stream.time += seconds
         self._put(stream, run)
 
-    def _check(self, memory: _Memory, access: Access, clock: list[int]) -> None:
+    def _check(self, memory: Memory, access: Access, clock: list[int]) -> None:
         if not memory.live:
             self.races.append(f"{access.what} of freed {memory.kind} memory")
         kept = []
@@ -349,10 +304,13 @@ class SimulatedDevice:
 
     def _free(self, allocation: Allocation) -> None:
         memory = allocation.memory
-        if memory.kind == "host":
+        if memory.kind != "device":
             # It goes back to the system: all that used it must be known to be over.
             clock = self._host
-            self.host_in_use -= allocation.nbytes
+            if memory.kind == "host":
+                self.host_in_use -= allocation.nbytes
+            else:
+                self.disk_in_use -= allocation.nbytes
         else:
             # The allocator may hand it to its stream from here on.
             clock = allocation.home.clock

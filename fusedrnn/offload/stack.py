@@ -169,8 +169,8 @@ class Offloader:
         """Return the stack for one forward call on `device`.
 
         Where offloading cannot help, its buffers stay where they are and autograd keeps them: on the CPU, unless
-        occupancy is injected; while a CUDA graph is captured, which owns its buffers; and under saved-tensor hooks,
-        which then see the buffers (checkpointing drops them and computes them again).
+        there is a `spill_dir` or occupancy is injected; while a CUDA graph is captured, which owns its buffers; and
+        under saved-tensor hooks, which then see the buffers (checkpointing drops them and computes them again).
 
         Args:
             device: Where the buffers live.
@@ -210,8 +210,10 @@ class Offloader:
         Args:
             decisions: How many of the latest decisions to show.
         """
+        files = "" if self.config.spill_dir is None else f" with files in {self.config.spill_dir}"
         found = [
-            f"offloading on {device}: {describe(scheduler.stats(), [*scheduler.recorder.decisions][-decisions:])}"
+            f"offloading on {device}{files}: "
+            + describe(scheduler.stats(), [*scheduler.recorder.decisions][-decisions:])
             for device, scheduler in self._active().items()
         ]
         return "\n".join(found) or "offloading: nothing was saved on a device on which it is active"
@@ -242,10 +244,10 @@ class Offloader:
     def _find(self, device: torch.device) -> Device | None:
         if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
             return CudaDevice(device)
-        if device.type == "cpu" and self.config.occupancy is not None:
+        if device.type == "cpu" and not (self.config.occupancy is None and self.config.spill_dir is None):
             return ThreadDevice()
         if device.type == "cpu":
-            reason = "the CPU's memory is the host's; inject `occupancy` to try it there"
+            reason = "the CPU's memory is the host's; name a folder on a disk as `spill_dir`, or inject `occupancy`"
         elif device.type == "cuda":
             reason = "its memory is the host's"
         else:

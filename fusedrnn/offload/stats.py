@@ -49,6 +49,15 @@ class Counters:
         stall_seconds: Time that readers waited for their buffers on the device, measured on a sample of them.
         device_peak: Most bytes of device memory in the ring.
         host_peak: Most bytes of pinned memory in use.
+        disk_writes: Buffers written to files; on the CPU the same as `spills`.
+        disk_written_bytes: Their bytes.
+        disk_reads: Buffers read from there; on the CPU the same as `loads`.
+        disk_read_bytes: Their bytes.
+        disk_peak: Most bytes of files in use.
+        disk_full: Buffers for which the files had no room.
+        disk_failures: Buffers that could not be written, and stayed in memory, or could not be read.
+        disk_waits: Times that the host waited for a write or a read, where buffers go there by way of the host.
+        disk_wait_seconds: How long.
     """
 
     pushes: int = 0
@@ -78,6 +87,15 @@ class Counters:
     stall_seconds: float = 0.0
     device_peak: int = 0
     host_peak: int = 0
+    disk_writes: int = 0
+    disk_written_bytes: int = 0
+    disk_reads: int = 0
+    disk_read_bytes: int = 0
+    disk_peak: int = 0
+    disk_full: int = 0
+    disk_failures: int = 0
+    disk_waits: int = 0
+    disk_wait_seconds: float = 0.0
 
     def skip(self, reason: str) -> None:
         """Count a buffer that cannot be offloaded."""
@@ -169,9 +187,13 @@ _KINDS = {
     "fetch": ("from the host", "fetch"),
 }
 """For each kind of interval its row of the trace and its name."""
+_DISK_KINDS = {"write": ("to the disk", "write"), "read": ("from the disk", "read")}
+_DIRECT_KINDS = {"spill": _DISK_KINDS["write"], "fetch": _DISK_KINDS["read"]}
 
 
-def trace_events(recorder: Recorder, process: int, name: str) -> list[dict[str, Any]]:
+def trace_events(
+    recorder: Recorder, process: int, name: str, disk: bool = False, direct: bool = False
+) -> list[dict[str, Any]]:
     """Return the intervals that are over as events of the trace-event format, one row per stream.
 
     The format is that of Chrome's and Perfetto's trace viewers ("Trace Event Format", times in microseconds).
@@ -180,8 +202,11 @@ def trace_events(recorder: Recorder, process: int, name: str) -> list[dict[str, 
         recorder: Who measured them.
         process: Number of the process in the trace.
         name: Its name.
+        disk: Whether buffers go from the host to files.
+        direct: Whether they go from the device to files.
     """
-    rows = list(dict.fromkeys(row for row, _ in _KINDS.values()))
+    kinds = _KINDS | (_DIRECT_KINDS if direct else _DISK_KINDS if disk else {})
+    rows = list(dict.fromkeys(row for row, _ in kinds.values()))
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
         *(
@@ -195,10 +220,10 @@ def trace_events(recorder: Recorder, process: int, name: str) -> list[dict[str, 
         events.append(
             {
                 "ph": "X",
-                "name": f"{_KINDS[span.kind][1]} {span.sequence}",
+                "name": f"{kinds[span.kind][1]} {span.sequence}",
                 "cat": span.kind,
                 "pid": process,
-                "tid": rows.index(_KINDS[span.kind][0]),
+                "tid": rows.index(kinds[span.kind][0]),
                 "ts": (start - min(starts)) * 1e6,
                 "dur": recorder.elapsed(span.start, span.end) * 1e6,
                 "args": {"bytes": span.nbytes},
@@ -218,10 +243,19 @@ def describe(counters: Counters, decisions: Iterable[tuple[int, str, int, str]] 
         f"occupancy was asked {c.occupancy_asked} times and reached {c.occupancy_peak:.2f}; at most "
         f"{_size(c.device_peak)} in the ring and {_size(c.host_peak)} on the host",
     ]
+    if c.disk_writes or c.disk_full or c.disk_failures:
+        lines.append(
+            f"{c.disk_writes} were written to files ({_size(c.disk_written_bytes)}, at most {_size(c.disk_peak)} at a "
+            f"time) and {c.disk_reads} read from there ({_size(c.disk_read_bytes)})"
+        )
+    if c.disk_waits:
+        lines.append(f"the host waited {c.disk_waits} times for the disk, {c.disk_wait_seconds:.3g} s")
     if c.skipped:
         lines.append("not moved: " + ", ".join(f"{count} {reason}" for reason, count in sorted(c.skipped.items())))
     for word, count in (
         ("spills found the host full", c.host_full),
+        ("buffers found no room in files", c.disk_full),
+        ("buffers could not be written to files or read from there", c.disk_failures),
         ("allocations were refused by the device", c.device_failures),
         ("slots had to be added to the ring", c.ring_grown),
         ("tensors stayed, since somebody else refers to them", c.pinned_by_alias),

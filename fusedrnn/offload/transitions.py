@@ -12,19 +12,26 @@ These edges, and nothing else, keep a byte from being overwritten before it was 
     E3  writer waits for the slot's last users           that still reads it
     E4  fetch stream waits for the entry's spill     E8  a host slot is free after the last copy from or to it
 
-The host waits for nothing.
+The host waits for nothing. Where buffers go from the device straight to a file (on the CPU), that takes the host's
+place in all of this, but a copy may fail: an entry that could not be written stays where it is, as `retire` finds out.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from fusedrnn.offload.config import OffloadConfig
 from fusedrnn.offload.device import Device, Span
+from fusedrnn.offload.disk import BLOCK
 from fusedrnn.offload.entry import Entry, State
 from fusedrnn.offload.host import HostPool
 from fusedrnn.offload.ring import Ring, Slot
 from fusedrnn.offload.stats import Counters, Recorder
+
+_AWAY = (State.HOST, State.WRITING, State.DISK, State.READING)
+_MOST_EXTENT = 16 << 30
+"""Bytes of the largest file, so that a few serve for a whole disk."""
 
 
 class Transitions:
@@ -39,9 +46,23 @@ class Transitions:
         self.device, self.config = device, config
         self.counters = Counters()
         self.recorder = Recorder(device, config.trace)
-        self.ring = Ring(device, config.ring_slots)
-        self.host = HostPool(device, config.host_bytes())
-        self._spill_stream, self._fetch_stream = device.new_stream("spill"), device.new_stream("fetch")
+        self.ring = Ring(device, config.ring_slots, config.budget_bytes())
+        self.host = HostPool(device, device.allocate_host, config.host_bytes())
+        self.disk: HostPool | None = None
+        """Where the host's buffers go when it is full."""
+        self.direct = device.direct and config.spill_dir is not None
+        """Whether a file takes the place of the host."""
+        new_stream = device.new_disk_stream if self.direct else device.new_stream
+        self._spill_stream, self._fetch_stream = new_stream("spill"), new_stream("fetch")
+        if config.spill_dir is not None:
+            extents = partial(device.allocate_disk, config.spill_dir)
+            files = HostPool(device, extents, config.disk_bytes(), alignment=BLOCK, most=_MOST_EXTENT)
+            if self.direct:
+                self.host = files
+            else:
+                self.disk = files
+                self._write_stream, self._read_stream = device.new_disk_stream("write"), device.new_disk_stream("read")
+        self._error: OSError | None = None
         self._states: dict[State, OrderedDict[Entry, None]] = {state: OrderedDict() for state in State}
         self._bytes = dict.fromkeys(State, 0)
         self._newest: Entry | None = None
@@ -49,17 +70,12 @@ class Transitions:
         self._adopted = 0
         self._lent: list[tuple[Slot, list[Any], tuple[Any, ...]]] = []
 
-    def _spill(self, entry: Entry, reason: str) -> bool:
-        """RESIDENT -> SPILLING; return whether the host had room."""
-        # A copy that could not be put on its stream has left its host slot with the entry.
-        if entry.host is None:
-            entry.host = self.host.take(entry.nbytes)
-            if entry.host is None:
-                self.counters.host_full += 1
-                return False
-        assert entry.slot is not None
+    def _spill(self, entry: Entry, reason: str) -> None:
+        """RESIDENT -> SPILLING, into the entry's slot of the host."""
+        assert entry.slot is not None and entry.host is not None
         stream, host = self._spill_stream, entry.host
-        self._wait("E1", stream, (entry.ready,))
+        # What came from the host before, and has no copy there any more, is good after its fetch.
+        self._wait("E1", stream, (entry.ready if entry.h2d is None else entry.h2d,))
         self._wait("E2", stream, host.events)
         host.events = ()
         start = self.device.record(stream, True) if entry.timed else None
@@ -71,24 +87,58 @@ class Transitions:
         self.counters.spilled_bytes += entry.nbytes
         self.recorder.decisions.append((entry.sequence, "spill", entry.nbytes, reason))
         self._move(entry, State.SPILLING)
-        return True
 
     def _retire(self, entry: Entry) -> None:
-        """SPILLING, LOADING or READY -> HOST: only the copy on the host remains."""
-        assert entry.slot is not None and entry.host is not None
+        """SPILLING, LOADING or READY -> HOST: only the copy on the host remains, or that in the file (DISK).
+
+        -> KEPT, if it could not be written to a file that takes the host's place.
+        """
+        assert entry.slot is not None and entry.is_copied()
+        if self.direct and not entry.saved:
+            self._retire_checked(entry)
+            if entry.state is State.KEPT:
+                return
         # Changed in the midst of the copy, perhaps; later changes do no harm.
         changed, adopted = entry.is_changed(), entry.slot.nbytes if entry.slot.source is not None else 0
         self.ring.give(entry.slot, self._last_uses(entry))
         self._adopted -= adopted
         entry.changed, entry.slot, entry.readers = changed, None, []
-        self._move(entry, State.HOST)
+        self._move(entry, State.DISK if entry.host is None else State.HOST)
+
+    def _retire_checked(self, entry: Entry) -> None:
+        """Wait until an entry is written; leave it where it is, if that failed."""
+        self.device.synchronize(entry.d2h)
+        error = self.device.failure(entry.d2h)
+        if error is None:
+            entry.saved = True
+            return
+        assert entry.host is not None
+        self._failed(error)
+        self.host.give(entry.host, self._host_uses(entry))
+        entry.host = None
+        self._move(entry, State.KEPT)
+
+    def _failed(self, error: OSError) -> None:
+        """Count that the file could not be written, to be said when it can be."""
+        self.counters.disk_failures += 1
+        self._error = error
+
+    def _unreadable(self, entry: Entry, error: OSError) -> None:
+        """Raise that the entry cannot be had."""
+        self.counters.disk_failures += 1
+        raise RuntimeError(
+            f"a buffer of {entry.nbytes} bytes that was offloaded to a file in {self.config.spill_dir} (`spill_dir`) "
+            f"cannot be read back: {error}. Run the step again; if the disk fails again, name a folder on another one "
+            "or leave `spill_dir` out"
+        ) from error
 
     def _load(self, entry: Entry, slot: Slot, reason: str) -> None:
-        """HOST -> LOADING."""
+        """HOST or WRITING -> LOADING."""
         assert entry.host is not None
         stream = self._fetch_stream
         try:
-            self._wait("E4", stream, (entry.d2h,))
+            if entry.d2h is not None:
+                self._wait("E4", stream, (entry.d2h,))
             self._wait("E5", stream, slot.free)
             start = self.device.record(stream, True) if entry.timed else None
             self.device.copy(stream, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
@@ -103,6 +153,10 @@ class Transitions:
         self.counters.loads += 1
         self.counters.loaded_bytes += entry.nbytes
         self.recorder.decisions.append((entry.sequence, "fetch", entry.nbytes, reason))
+        if entry.disk is not None and entry.saved:
+            # It can come from the file again, and the host has better use for the room.
+            self.host.give(entry.host, self._host_uses(entry))
+            entry.host = None
         self._move(entry, State.LOADING)
 
     def _after_copy(self, stream: Any, entry: Entry) -> Any:
@@ -141,6 +195,8 @@ class Transitions:
             self._adopted -= adopted
         if host is not None:
             self.host.give(host, self._host_uses(entry))
+        if self.disk is not None and entry.disk is not None:
+            self.disk.give(entry.disk, self._disk_uses(entry))
         self._unlink(entry)
 
     def _collect(self) -> None:
@@ -159,9 +215,18 @@ class Transitions:
         return (*uses, entry.d2h) if entry.d2h is not None else uses or (entry.ready,)
 
     def _host_uses(self, entry: Entry) -> tuple[Any, ...]:
-        """Return the events after which nobody reads or writes the entry's copy on the host (E8)."""
-        last = entry.d2h if entry.h2d is None else entry.h2d
-        return () if last is None else (last,)
+        """Return the events after which nobody reads or writes the entry's copy on the host (E8, E13)."""
+        assert entry.host is not None
+        # Those before it are still to be awaited if the copy could not be put on its stream.
+        before, last = entry.host.events, entry.d2h if entry.h2d is None else entry.h2d
+        uses = before if last is None else (*before, last)
+        over = entry.io is None or (entry.saved and entry.state is not State.READING)
+        return uses if over else (*uses, entry.io)
+
+    def _disk_uses(self, entry: Entry) -> tuple[Any, ...]:
+        """Return the events after which nobody reads or writes the entry's range of the file (E15)."""
+        assert entry.disk is not None
+        return entry.disk.events if entry.io is None else (*entry.disk.events, entry.io)
 
     def _wait(self, edge: str, stream: Any, events: tuple[Any, ...]) -> None:
         """Let `stream` wait: `edge` says why, in the words of the list above."""
@@ -197,15 +262,21 @@ class Transitions:
         entry.end()
 
     def audit(self) -> None:
-        """Check that every byte is accounted for: in use + free = held, on the device and on the host."""
+        """Check that every byte is accounted for: in use + free = held, on the device, on the host and in files."""
         entries = list(from_newest(self._newest))
         assert sum(map(len, self._states.values())) == len(entries)
         assert self._live == sum(entry.nbytes for entry in entries) == sum(self._bytes.values())
         for entry in entries:
-            assert entry in self._states[entry.state] and (entry.slot is None) == (entry.state is State.HOST)
+            assert entry in self._states[entry.state] and (entry.slot is None) == (entry.state in _AWAY)
         used = sum(entry.slot.nbytes for entry in entries if entry.slot is not None and entry.slot.source is None)
         assert used + self.ring.free == self.ring.held, (used, self.ring.free, self.ring.held)
         self.host.audit([entry.host for entry in entries if entry.host is not None])
+        if self.disk is not None:
+            self.disk.audit([entry.disk for entry in entries if entry.disk is not None])
+
+    def _away(self) -> int:
+        """Return the bytes that are not on the device."""
+        return sum(self._bytes[state] for state in _AWAY)
 
 
 def from_newest(entry: Entry | None) -> Iterator[Entry]:

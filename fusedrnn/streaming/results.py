@@ -10,26 +10,74 @@ from fusedrnn.backends.rows import aligned, views
 from fusedrnn.cells import state_dtype
 from fusedrnn.streaming.transfer import Departures
 
+_BLOCK = 1 << 18
+"""Bytes of records gathered in one slot, so that those of short segments are worth a copy to the host or a disk."""
+
+
+class _Block:
+    """A slot of a stack, with a handle once it is full."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+
 
 class Record(NamedTuple):
-    """Tensors that wait in one slot of the stack."""
+    """Tensors that wait in a slot of the stack, together with those of other segments."""
 
-    handle: Any
-    like: list[tuple[torch.Size, torch.dtype]]
+    block: _Block
+    start: int
+    first: bool
+    like: tuple[tuple[torch.Size, torch.dtype], ...]
 
     def get(self) -> list[Tensor]:
         """Return the tensors, views of the slot."""
-        return views(self.handle.get(), self.like)
+        return views(self.block.handle.get()[self.start :], self.like)
+
+    def release(self) -> None:
+        """Give the slot back, if this is the first in it: records are released from the last to the first."""
+        if self.first:
+            self.block.handle.release()
 
 
-def record_in(stack: Any, tensors: Sequence[Tensor]) -> Record:
-    """Copy tensors into a slot of a stack."""
-    like = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    slot = stack.reserve(sum(aligned(tensor.nbytes) for tensor in tensors))
-    for part, tensor in zip(views(slot.buffer, like), tensors, strict=True):
-        part.copy_(tensor)
-    del part  # it would count as another user of the buffer
-    return Record(stack.push(slot), like)
+class Records:
+    """Gathers the tensors that segments leave in slots of a stack.
+
+    Args:
+        stack: Where the slots come from.
+    """
+
+    def __init__(self, stack: Any):
+        self._stack = stack
+        self._slot: Any = None
+        self._block = _Block()
+        self._filled = self._total = 0
+        self._like: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+
+    def add(self, tensors: Sequence[Tensor]) -> Record:
+        """Copy tensors to the end of the present slot, or to a new one."""
+        like = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        # One object for all segments that are alike.
+        self._like = like = self._like if like == self._like else like
+        nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
+        if self._slot is not None and self._filled + nbytes > self._slot.buffer.numel():
+            self.close()
+        first = self._slot is None
+        if first:
+            # As large as all before it, so that a short sequence takes no more than twice its need.
+            self._slot = self._stack.reserve(max(nbytes, min(_BLOCK, self._total)))
+        start, self._filled = self._filled, self._filled + nbytes
+        self._total += nbytes
+        for part, tensor in zip(views(self._slot.buffer[start:], like), tensors, strict=True):
+            part.copy_(tensor)
+        return Record(self._block, start, first, like)
+
+    def close(self) -> None:
+        """Push the present slot."""
+        if self._slot is not None:
+            self._block.handle = self._stack.push(self._slot)
+            self._slot, self._block, self._filled = None, _Block(), 0
 
 
 class Result:

@@ -20,7 +20,7 @@ from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadHooks
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.replay import Surroundings, as_leaf, gradients, now, reached, require_unchanged, unhooked
-from fusedrnn.streaming.results import Record, Result, record_in
+from fusedrnn.streaming.results import Record, Records, Result
 from fusedrnn.streaming.sources import Source
 from fusedrnn.streaming.transfer import Departures, arrivals
 
@@ -134,8 +134,12 @@ class _Pass:
     device: torch.device
     recorded: bool
     initial: States = ()
+    records: Records = field(init=False)
     segments: list[_Segment] = field(default_factory=list)
     leaves: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.records = Records(self.stack)
 
     def forward(self, start: Callable[[Tensor], States | None]) -> tuple[Tensor, States, Choice]:
         """Run all segments; return the result, the final states, and who ran the last segment."""
@@ -160,6 +164,7 @@ class _Pass:
                     else:
                         result.add(self._loss(y, at))
                     stop = at.stop
+            self.records.close()
             # The casts that autocast remembers from here have no history, so the caller must not get them.
             torch.clear_autocast_cache()
         if choice is None:
@@ -169,7 +174,7 @@ class _Pass:
     def _remember(self, at: slice, x: Tensor, states: States) -> None:
         surroundings = Surroundings(x, self.segments[-1].surroundings if self.segments else None)
         kept = [*states] if self.source.again else [*states, x]
-        self.segments.append(_Segment(at, surroundings, record_in(self.stack, kept)))
+        self.segments.append(_Segment(at, surroundings, self.records.add(kept)))
 
     def _loss(self, y: Tensor, at: slice) -> Tensor:
         """Return the loss of a segment; note the leaves that it takes besides the output."""
@@ -199,7 +204,7 @@ class _Pass:
             for segment, x, dy in zip(reversed(self.segments), xs, dys, strict=True):
                 self._back(segment, x, dy, flat, sums, departures)
                 if not keep:
-                    segment.record.handle.release()
+                    segment.record.release()
 
     def _back(
         self,

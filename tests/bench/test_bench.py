@@ -23,6 +23,7 @@ TINY = {
     "setup": ["--batch", "2", "--units", "8", "--lengths", "3"],
     "packed": ["--longest", "12", "--batch", "3", "--input", "3", "--units", "8", "--repeats", "1", "--bidirectional"],
     "stream": ["--lengths", "64", "128", "--batch", "2", "--inputs", "3", "--units", "4", "--repeats", "1"],
+    "plan": ["--length", "64", "--batch", "2", "--inputs", "3", "--units", "8", "--backend", "torch_step", "--check"],
     "shapes": ["--size", "6", "2", "3", "8", "--repeats", "2"],
 }
 
@@ -37,7 +38,7 @@ def test_command_runs_and_its_rows_have_all_columns(command, tmp_path, capsys):
         assert set(row) == COLUMNS
         assert row["p20"] <= row["p50"] <= row["p80"]
         assert row["torch"] == torch.__version__
-    assert {row["kernel"] for row in rows} & {"fusedrnn.LSTM"}
+    assert {row["kernel"] for row in rows} & {"fusedrnn.LSTM", "fusedrnn.plan"}
 
 
 def test_training_lets_the_loss_fall_and_is_the_same_for_both_contenders():

@@ -83,3 +83,20 @@ def test_real_passes_agree_bit_by_bit():
             y = module(x)[0]
         found.append(torch.autograd.grad(y.sum(), list(module.parameters())))
     assert all(map(torch.equal, *found))
+
+
+def test_offload_command_with_a_disk(tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    options = ["--disk", str(tmp_path), "--length", "4000", "--batch", "8", "--units", "64", "--repeats", "1"]
+    assert main(["offload", "--quiet", "--json", str(file), *options]) == 0
+    rows = {(row["mode"], row["metric"]): row for row in map(json.loads, file.read_text().splitlines())}
+    assert rows["on the disk", "written_bytes"]["p50"] > 0 == rows["in memory", "written_bytes"]["p50"]
+    assert "MiB/s" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.json"]
+
+
+def test_stream_command_with_a_disk(tmp_path, capsys):
+    options = ["--lengths", "64", "2000", "--batch", "32", "--inputs", "3", "--units", "16", "--repeats", "1"]
+    assert main(["stream", "--quiet", "--spill-dir", str(tmp_path), *options]) == 0
+    assert "states between segments go to" in " ".join(capsys.readouterr().out.split())
+    assert list(tmp_path.iterdir()) == []

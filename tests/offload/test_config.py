@@ -26,6 +26,14 @@ SIZE = 1 << 20
         ({"occupancy": 0.9}, TypeError, r"`occupancy` must be a function that returns a fraction, got 0.9"),
         ({"host_limit": "110%"}, ValueError, r"`host_limit` must be a number of bytes or a percentage .* got '110%'"),
         ({"host_limit": -1}, ValueError, r"`host_limit` must be a number of bytes or a percentage .* got -1"),
+        ({"disk_limit": "101%"}, ValueError, r"`disk_limit` must be a number of bytes or a percentage .* got '101%'"),
+        (
+            {"spill_dir": "/no/such/folder"},
+            ValueError,
+            r"`spill_dir` must be a folder .* got '/no/such/folder': make it",
+        ),
+        ({"spill_dir": __file__}, ValueError, r"`spill_dir` must be a folder in which files can be made"),
+        ({"spill_dir": 7}, ValueError, r"`spill_dir` must be a folder in which files can be made, got 7"),
         ({"host_limit": "4 GiB"}, ValueError, r"`host_limit` must be a number of bytes or a percentage .* got '4 GiB'"),
     ],
 )
@@ -78,6 +86,16 @@ def test_processes_of_one_machine_share_the_limit(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert OffloadConfig(host_limit=1000).host_bytes() == 250
     assert OffloadConfig(host_limit="40%").host_bytes() == alone // 4
+    assert OffloadConfig(disk_limit=1000).disk_bytes() == 250
+    assert OffloadConfig().disk_bytes() == 0
+
+
+def test_a_share_of_the_disk_is_of_what_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda folder: type("Usage", (), {"free": 8000 if folder == tmp_path else 0})
+    )
+    assert OffloadConfig(spill_dir=tmp_path).disk_bytes() == 4000
+    assert OffloadConfig(spill_dir=tmp_path, disk_limit="10%").disk_bytes() == 800
 
 
 def run(**options):

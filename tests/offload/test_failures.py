@@ -28,8 +28,8 @@ class Failing:
         return self.seen in self.at
 
 
-def scheduler(fail=None, **options):
-    device = SimulatedDevice(seed=0, fail=fail)
+def scheduler(fail=None, direct=False, **options):
+    device = SimulatedDevice(seed=0, fail=fail, direct=direct)
     return Scheduler(device, OffloadConfig(**{"occupancy": lambda: 1.0, "host_limit": 64 * SIZE, **options}))
 
 
@@ -52,6 +52,7 @@ def check(found, slots=None):
     assert found.entries() == []
     found.audit()
     assert found.ring.held == found.ring.free and found.host.used == 0
+    assert found.disk is None or found.disk.used == 0
     if slots is not None:
         assert found.ring.held <= slots * SIZE
     found.device.drain()
@@ -127,11 +128,17 @@ def test_device_is_full_without_pressure():
     assert found.counters.spills > 0
 
 
+@pytest.mark.parametrize("tier", ["host", "direct", "third"])
 @pytest.mark.parametrize("kind", ["record", "wait", "copy"])
-def test_an_operation_fails_at_any_call(kind):
+def test_an_operation_fails_at_any_call(kind, tier, tmp_path):
+    options = {
+        "host": {},
+        "direct": {"direct": True, "spill_dir": tmp_path},
+        "third": {"spill_dir": tmp_path, "host_limit": 3 * SIZE},
+    }[tier]
     for kth in itertools.count(1):
         failing = Failing(kind, {kth})
-        found = scheduler(failing)
+        found = scheduler(failing, **options)
         try:
             step(found)
         except RuntimeError as error:

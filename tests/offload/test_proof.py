@@ -5,7 +5,7 @@ import pytest
 from fusedrnn.offload.entry import State
 from fusedrnn.offload.proof import run_program
 from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.stats import Counters
+from fusedrnn.offload.stats import Counters, add_up
 
 SEEDS = 6000
 """Programs in each half of the proof; 100,000 run by `python -m fusedrnn.bench offload --prove 100000`."""
@@ -207,6 +207,50 @@ class WaitsOnTheHost(Scheduler):
         super()._retire(entry)
 
 
+class HostFreeBeforeWrite(Scheduler):
+    """E13 without the write or read."""
+
+    def _host_uses(self, entry):
+        io, entry.io = entry.io, None
+        try:
+            return super()._host_uses(entry)
+        finally:
+            entry.io = io
+
+
+class RangeFreeAtOnce(Scheduler):
+    """Without E15."""
+
+    def _disk_uses(self, entry):
+        return ()
+
+
+class SpillsWithoutItsFetch(Scheduler):
+    """A spill of what came from the host before, ordered after its producer alone."""
+
+    def _spill(self, entry, reason):
+        h2d, entry.h2d = entry.h2d, None
+        entry.readers = [] if h2d is None else entry.readers
+        super()._spill(entry, reason)
+
+
+class BelievesEveryWrite(Scheduler):
+    """Gives up the copy in memory whether the write has succeeded or not."""
+
+    def __init__(self, device, config):
+        super().__init__(device, config)
+        device.failure = lambda event: None
+
+
+def never_over(edge):
+    class Mutant(Scheduler):
+        def _over(self, name, event):
+            if name != edge:
+                super()._over(name, event)
+
+    return Mutant
+
+
 MUTANTS = [
     *(pytest.param(without_edge(f"E{number}"), id=f"E{number}") for number in range(1, 8)),
     *(
@@ -234,6 +278,42 @@ MUTANTS = [
         )
     ),
 ]
+
+
+DISK_MUTANTS = [
+    *(pytest.param(without_edge(edge), id=edge) for edge in ("E9", "E10", "E11")),
+    *(pytest.param(never_over(edge), id=edge) for edge in ("E12", "E14")),
+    *(
+        pytest.param(mutant, id=mutant.__name__)
+        for mutant in (HostFreeBeforeWrite, RangeFreeAtOnce, SpillsWithoutItsFetch, BelievesEveryWrite)
+    ),
+]
+
+
+@pytest.mark.parametrize("disk", ["direct", "third"])
+def test_no_fault_with_a_disk(disk):
+    total = Counters()
+    for seed in range(600):
+        outcome = run_program(seed, disk=disk)
+        assert outcome.faults == [], f"seed {seed}"
+        total = add_up([total, outcome.counters])
+    names = ["spills", "forwarded", "prefetch_hits", "demand_loads", "dropped"]
+    if disk == "third":
+        names += ["disk_writes", "disk_reads", "disk_waits", "disk_full"]
+    for name in names:
+        assert getattr(total, name) > 100, name
+    assert total.disk_failures > 10
+
+
+@pytest.mark.parametrize("mutant", DISK_MUTANTS)
+def test_mutant_of_the_disk_tier_is_caught(mutant):
+    for seed in range(SEEDS):
+        try:
+            if run_program(seed, mutant, disk="third").faults:
+                return
+        except (AssertionError, RuntimeError):
+            return
+    pytest.fail(f"{mutant.__doc__ or 'a missing edge'} was not noticed in {SEEDS} programs")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
