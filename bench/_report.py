@@ -4,7 +4,6 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -18,19 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fusedrnn.machine import device_name
+
 console = Console()
-
-
-@lru_cache(maxsize=8)
-def device_name(device: str = "cpu") -> str:
-    """Return the name of a GPU, or of this machine's processor."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 @lru_cache(maxsize=1)

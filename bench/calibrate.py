@@ -21,10 +21,10 @@ from fusedrnn.backends import BACKENDS
 from fusedrnn.backends.base import Call
 from fusedrnn.bench._passes import Runner, describe, typical
 from fusedrnn.bench._rates import measure
-from fusedrnn.bench._report import console, device_name, progress, row, table
+from fusedrnn.bench._report import console, progress, row, table
 from fusedrnn.choice import choose
 from fusedrnn.costs import fresh_bytes, fresh_seconds, step_seconds
-from fusedrnn.machine import Machine, Sample, machine, path_of, write
+from fusedrnn.machine import Machine, Sample, device_name, machine, path_of, write
 
 _BUSY = 0.5
 """Load of the last minute from which others are in the way."""
@@ -62,20 +62,22 @@ EFFORTS = {
 """By type of device, and whether it shall be quick."""
 
 CHECKED = (
-    (3000, 2, 48, 48, 1, 1),
-    (2000, 3, 64, 100, 1, 1),
-    (1500, 2, 16, 200, 1, 1),
-    (1000, 6, 300, 80, 1, 1),
-    (1000, 8, 32, 256, 1, 1),
-    (800, 8, 128, 128, 2, 1),
-    (600, 12, 96, 96, 1, 2),
-    (1000, 24, 40, 150, 1, 1),
-    (500, 20, 200, 300, 1, 1),
-    (500, 32, 64, 192, 2, 1),
-    (500, 48, 400, 400, 1, 1),
-    (3000, 48, 24, 64, 1, 1),
+    ("lstm", 3000, 2, 48, 48, 1, 1),
+    ("lstm", 2000, 3, 64, 100, 1, 1),
+    ("lstm", 1500, 2, 16, 200, 1, 1),
+    ("lstm", 1000, 6, 300, 80, 1, 1),
+    ("lstm", 1000, 8, 32, 256, 1, 1),
+    ("lstm", 800, 8, 128, 128, 2, 1),
+    ("lstm", 600, 12, 96, 96, 1, 2),
+    ("lstm", 1000, 24, 40, 150, 1, 1),
+    ("lstm", 500, 20, 200, 300, 1, 1),
+    ("lstm", 500, 32, 64, 192, 2, 1),
+    ("lstm", 500, 48, 400, 400, 1, 1),
+    ("lstm", 3000, 48, 24, 64, 1, 1),
+    ("gru", 500, 8, 64, 100, 1, 1),
+    ("layer_norm_lstm", 300, 24, 64, 150, 1, 1),
 )
-"""T, B, I, H, layers and directions that the grid does not have."""
+"""Cell, T, B, I, H, layers and directions that the grid does not have."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -249,7 +251,7 @@ def _check(device: str, rounds: int, quiet: bool) -> list[dict[str, Any]]:
     """Compare passes with what is predicted of them."""
     known, runner = machine(device), Runner(device)
     console.print(known.source, style="dim")
-    calls = [describe(device, torch.float32, "lstm", *shape) for shape in CHECKED]
+    calls = [describe(device, torch.float32, *shape) for shape in CHECKED]
     choices = [choose(call) for call in calls]
     taken: list[list[float]] = [[] for _ in calls]
     with progress(quiet) as bar:

@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_measured
 
 
 def test_other_sizes_are_compared_with_what_is_predicted(cache, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(calibrate, "CHECKED", ((20, 2, 3, 5, 1, 1), (10, 1, 4, 4, 2, 2)))
+    monkeypatch.setattr(calibrate, "CHECKED", (("lstm", 20, 2, 3, 5, 1, 1), ("gru", 10, 1, 4, 4, 2, 2)))
     file = tmp_path / "rows.json"
     assert main(["calibrate", "--quiet", "--quick", "--check", "--json", str(file)]) == 0
     assert not cache.exists()
@@ -110,7 +110,7 @@ def test_other_sizes_are_compared_with_what_is_predicted(cache, monkeypatch, tmp
 
 def test_the_sizes_that_are_checked_are_not_those_of_the_grid():
     grid = calibrate.EFFORTS["cpu", False]
-    assert not {(B, I, H) for _, B, I, H, *_ in calibrate.CHECKED} & {
+    assert not {(B, I, H) for _, _, B, I, H, *_ in calibrate.CHECKED} & {
         (B, H, H) for B in grid.batches for H in grid.units
     }
 
