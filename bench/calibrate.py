@@ -18,7 +18,7 @@ import torch
 from rich.progress import Progress
 
 from fusedrnn.backends import BACKENDS
-from fusedrnn.backends.base import Call
+from fusedrnn.backends.base import Backend, Call
 from fusedrnn.bench._passes import Runner, describe, typical
 from fusedrnn.bench._rates import measure
 from fusedrnn.bench._report import console, progress, row, table
@@ -56,7 +56,7 @@ class Effort:
 EFFORTS = {
     ("cpu", False): Effort((1, 4, 16, 64), (32, 64, 128, 256, 512)),
     ("cpu", True): Effort((1, 8, 64), (32, 128, 512), 0.01, 2),
-    ("cuda", False): Effort((1, 8, 64, 256), (64, 128, 256, 512, 1024), 0.02),
+    ("cuda", False): Effort((1, 16, 128), (64, 256, 512, 1024), 0.02),
     ("cuda", True): Effort((1, 64), (64, 256, 1024), 0.01, 2),
 }
 """By type of device, and whether it shall be quick."""
@@ -139,12 +139,10 @@ def _sizes(option: str, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _say_if_busy() -> None:
-    """Say so where other processes use the processor: threads that wait for each other stand still for milliseconds."""
-    busy = os.getloadavg()[0]
-    if busy > _BUSY:
-        text = (
-            f"others use this machine (load {busy:.1f}): the figures will be too slow; better measure when it is quiet"
-        )
+    """Say so where others seem to use the processor: threads that wait for each other then stand still for long."""
+    load = os.getloadavg()[0]
+    if load > _BUSY:
+        text = f"the load of the last minute was {load:.1f}: if others use this machine now, the figures are too slow"
         console.print(text, style="yellow")
 
 
@@ -162,22 +160,25 @@ def _require_writable(path: Path) -> None:
 
 
 def _points(device: str, effort: Effort) -> Iterator[tuple[Call, str, str]]:
-    """Yield a call, a backend and a mode for each point that can be measured, and in the middle a wide input, too."""
+    """Yield a call, a backend and a mode for each point of the grid, and in its middle with inputs of other widths."""
     middle = effort.batches[len(effort.batches) // 2], effort.units[len(effort.units) // 2]
     for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
-        for cell, backends in BACKENDS.items():
+        for cell in BACKENDS:
             for H in effort.units:
                 for B in effort.batches:
-                    call = describe(device, dtype, cell, 1 << 20, B, H, H)
-                    able = [known for known in backends.values() if not known.refusals(call)]
-                    able = [known for known in able if known.name != "reference"]
-                    if device != "cpu" and len(able) > 1:
-                        # Beside Triton's kernels nobody takes it.
-                        able = [known for known in able if known.name != "torch_step"]
-                    yield from ((call, known.name, mode) for known in able for mode in known.saves)
-                    if middle == (B, H):
-                        wide = replace(call, I=4 * H)
-                        yield from ((wide, known.name, mode) for known in able for mode in known.saves)
+                    widths = dict.fromkeys((H, max(1, H // 4), 4 * H) if middle == (B, H) else (H,))
+                    for call in (describe(device, dtype, cell, 1 << 20, B, I, H) for I in widths):
+                        yield from ((call, backend.name, mode) for backend in _able(call) for mode in backend.saves)
+
+
+def _able(call: Call) -> list[Backend]:
+    """Return the backends that "auto" may take for a call, in one mode or another."""
+    able = [known for known in BACKENDS[call.cell.name].values() if not known.refusals(call)]
+    able = [known for known in able if known.name != "reference"]
+    if call.device == "cpu":
+        # Interpreted kernels are for tests.
+        return [known for known in able if not known.name.startswith("triton")]
+    return [known for known in able if known.name != "torch_step" or len(able) == 1]
 
 
 def _length(runner: Runner, call: Call, backend: str, save: str, seconds: float) -> int:

@@ -164,14 +164,16 @@ def _measured(machine: Machine, call: Call, save: str, samples: Sequence[Sample]
     same = _products(replace(call, P=call.H), call.H)[0]
     small, large = ((recurrent - same) / (eta * flops) for eta in (machine.eta_recurrent, machine.eta_product))
     again = 0 if save == "gates" else 1
+    # What is wider than the layer costs more than what is as wide gains: its rows are copied at that width.
+    others = [sample for sample in samples if (sample.I - sample.H) * (width - call.H) > 0]
+    others = others or [sample for sample in samples if sample.I != sample.H]
     found = []
     for way, count, projected in (("forward", 1, small), ("backward", 2 + again, small + (1 + again) * large)):
         seconds = _at(square, way, call.B, call.H)
         slopes = [
-            (getattr(wide, way) - _at(square, way, wide.B, wide.H))
-            / (2.0 * wide.B * call.cell.gates * wide.H * (wide.I - wide.H))
-            for wide in samples
-            if wide.I != wide.H
+            (getattr(other, way) - _at(square, way, other.B, other.H))
+            / (2.0 * other.B * call.cell.gates * other.H * (other.I - other.H))
+            for other in others
         ]
         per_flop = max(0.0, sum(slopes) / len(slopes)) if slopes else count / (machine.eta_product * flops)
         found.append(max(_LEAST * seconds, seconds + projected + per_flop * (inputs - same)))

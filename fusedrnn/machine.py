@@ -319,7 +319,8 @@ def path_of(device: str, environ: Mapping[str, str] = os.environ) -> Path:
     """
     folder = environ.get("XDG_CACHE_HOME", "")
     # The specification of these folders says that a relative one is not to be heeded.
-    cache = Path(folder) if Path(folder).is_absolute() else Path.home() / ".cache"
+    # Not `Path.home()`, which raises for a user without one, as in some containers.
+    cache = Path(folder) if Path(folder).is_absolute() else Path(os.path.expanduser("~/.cache"))
     word = "cpu" if device == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name(device).lower())
     return cache / "fusedrnn" / f"machine-{word}.json"
 

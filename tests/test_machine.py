@@ -219,6 +219,12 @@ def test_a_cache_that_is_no_absolute_path_is_not_heeded(folder, monkeypatch, tmp
     assert path_of("cpu", {"XDG_CACHE_HOME": folder}) == tmp_path / ".cache" / "fusedrnn" / "machine-cpu.json"
 
 
+def test_a_user_without_a_home_has_nothing_measured(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert machine("cpu") == uncalibrated("cpu")
+
+
 def test_an_import_reads_no_file():
     code = "import sys, fusedrnn; print(sorted(m for m in sys.modules if m in ('fusedrnn.machine', 'fusedrnn.costs')))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -290,6 +296,11 @@ def test_another_width_costs_what_samples_of_such_say(known):
     assert step_seconds(known, call(4, 64, 256), "onednn", "hidden").backward == pytest.approx(wide.backward)
     half = step_seconds(known, call(4, 64, 160), "onednn", "hidden")
     assert half.forward == pytest.approx(1.5 * seconds_of(4, 64))
+    # What is narrower has samples of its own where there are some.
+    narrow = replace(wide, I=16, forward=0.8 * seconds_of(4, 64))
+    both = replace(known, measured=(*known.measured, narrow))
+    assert step_seconds(both, call(4, 64, 16), "onednn", "hidden").forward == pytest.approx(narrow.forward)
+    assert step_seconds(both, call(4, 64, 160), "onednn", "hidden").forward == pytest.approx(half.forward)
     # With hardly any input the recurrence is left.
     least = step_seconds(known, call(4, 64, 1), "onednn", "hidden")
     assert 0.5 * seconds_of(4, 64) <= least.forward < seconds_of(4, 64)
