@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 import fusedrnn
-from fusedrnn.backends.base import Call, gpu_of, tf32_allowed
+from fusedrnn.backends.base import Call, gpu_of, onednn_allowed, tf32_allowed
 from fusedrnn.bench._measure import synchronize
 from fusedrnn.cells import CELLS
 
-_LAYERS: dict[str, Callable[..., torch.nn.RNNBase]] = {
+LAYERS: dict[str, Callable[..., torch.nn.RNNBase]] = {
     "lstm": fusedrnn.LSTM,
     "gru": fusedrnn.GRU,
     "layer_norm_lstm": partial(fusedrnn.LSTM, layer_norm=True),
 }
+"""Makes a layer, by its cell."""
 
 
 class Runner:
@@ -37,7 +38,7 @@ class Runner:
     def passes(self, call: Call, backend: str, save: str, count: int) -> list[tuple[float, float]]:
         """Return the seconds of some passes, forward and backward."""
         options: dict[str, Any] = {"backend": backend, "save": save, "bidirectional": call.directions == 2}
-        layer = _LAYERS[call.cell.name](call.I, call.H, call.layers, **options, device=self._device, dtype=call.dtype)
+        layer = LAYERS[call.cell.name](call.I, call.H, call.layers, **options, device=self._device, dtype=call.dtype)
         x = self._random((call.T, call.B, call.I), call.dtype).detach().requires_grad_()
         dy = self._random((call.T, call.B, call.directions * call.H), call.dtype)
         found = []
@@ -87,6 +88,6 @@ def describe(
         where.type,
         gpu=gpu_of(where),
         tf32=where.type == "cuda" and tf32_allowed(),
-        onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
+        onednn=onednn_allowed(),
         cell=CELLS[cell],
     )

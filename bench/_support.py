@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from fusedrnn.backends import BACKENDS
-from fusedrnn.backends.base import Call, tf32_allowed
+from fusedrnn.backends.base import Call, onednn_allowed, tf32_allowed
 from fusedrnn.bench._facts import Fact, Gpu
 from fusedrnn.cells import CELLS, CellSpec
 from fusedrnn.choice import choose
@@ -29,7 +29,7 @@ def _call(cell: CellSpec, dtype: torch.dtype, gpu: Gpu | None, B: int = SAMPLE["
         device="cuda" if gpu else "cpu",
         gpu=gpu.info if gpu else None,
         tf32=gpu is not None and tf32_allowed(),
-        onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
+        onednn=onednn_allowed(),
         cell=cell,
     )
 

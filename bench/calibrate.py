@@ -22,8 +22,9 @@ from fusedrnn.backends.base import Backend, Call
 from fusedrnn.bench._passes import Runner, describe, typical
 from fusedrnn.bench._rates import measure
 from fusedrnn.bench._report import console, progress, row, table
+from fusedrnn.budget import seconds_of
 from fusedrnn.choice import choose
-from fusedrnn.costs import fresh_bytes, fresh_seconds, step_seconds
+from fusedrnn.costs import fresh_bytes, fresh_seconds
 from fusedrnn.machine import Machine, Sample, device_name, machine, path_of, write
 
 _BUSY = 0.5
@@ -263,10 +264,8 @@ def _check(device: str, rounds: int, quiet: bool) -> list[dict[str, Any]]:
                 seconds += [sum(each) for each in runner.passes(call, choice.backend.name, choice.save, 2)]
     rows, lines = [], []
     for call, choice, seconds in zip(calls, choices, taken, strict=True):
-        step = step_seconds(known, call, choice.backend.name, choice.save)
-        predicted = call.T * (step.forward + step.backward) + fresh_seconds(
-            known, fresh_bytes(call, choice.backend.name, choice.save)
-        )
+        # One mode for all chunks, as in the passes.
+        predicted = seconds_of(call, choice._replace(older=(0, choice.save)), known).total
         measured, mode = typical(seconds), f"{choice.backend.name} {choice.save}"
         rows.append(row(mode, "measured", "seconds", str(call), seconds, device))
         rows.append(row(mode, "predicted", "seconds", str(call), [predicted], device))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 import fusedrnn
+from fusedrnn._checks import size
 from fusedrnn.bench._measure import allocated_bytes, synchronize, times
+from fusedrnn.bench._passes import LAYERS
 from fusedrnn.bench._report import row, table
-from fusedrnn.budget import size
 from fusedrnn.cells import CELLS
 from fusedrnn.machine import PRESETS
 from fusedrnn.planner import StepPlan, Way
@@ -155,12 +156,10 @@ def check(args: argparse.Namespace, found: StepPlan) -> list[dict[str, Any]]:
     call, steps = found.call, {}
     x = torch.randn(call.T, call.B, call.I, device=args.device).to(call.dtype).requires_grad_()
     dy = torch.randn(call.T, call.B, call.P * call.directions, device=args.device).to(call.dtype)
-    kind: Any = fusedrnn.GRU if args.cell == "gru" else fusedrnn.LSTM
-    extra: dict[str, Any] = {"layer_norm": True} if args.cell == "layer_norm_lstm" else {}
-    extra |= {"proj_size": args.proj} if args.proj else {}
+    extra: dict[str, Any] = {"proj_size": args.proj} if args.proj else {}
     ways = [way for way in found.ways if way.fits and not way.choice.older[0]]
     for way in ways:
-        module = kind(
+        module = LAYERS[args.cell](
             call.I,
             call.H,
             call.layers,

@@ -84,6 +84,15 @@ def budget_bytes(value: Any) -> int | None:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def size(nbytes: float) -> str:
+    """Return a number of bytes in words."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

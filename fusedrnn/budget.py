@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from fusedrnn._checks import size
 from fusedrnn.backends import Backend, Choice, lengths_of, mixes, steps_of
 from fusedrnn.backends.base import Call
 from fusedrnn.backends.mix import Mode, best_mix
@@ -119,12 +120,3 @@ def _chunk_lengths(backend: Backend, call: Call, chunk: int | str) -> Iterator[i
     while chunk == "auto" and mixes(backend) and steps > _LEAST_CHUNK:
         steps = max(_LEAST_CHUNK, steps // 2)
         yield steps
-
-
-def size(nbytes: float) -> str:
-    """Return a number of bytes in words."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"

@@ -1,5 +1,6 @@
 """What is to be computed, in which pieces, and where they wait for the backward pass."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -85,7 +86,7 @@ class Plan:
         """Yield the chunks in processing order, each with the number of its task, and the task in the chunk's mode."""
         left, save = self.older
         for index, task in enumerate(self.tasks):
-            other = replace(task, save=save)
+            other = replace(task, save=save) if left > 0 else task
             for chunk in task.layout.chunks(self.chunk, task.reverse, halve_tail=True):
                 yield index, other if left > 0 else task, chunk
                 left -= 1
@@ -118,7 +119,9 @@ class Plan:
     def expected_bytes(self, states: States) -> int:
         """Return the bytes of all slots."""
         before = self.states(0, states)
-        return sum(self.slot_bytes(task, chunk.rows, before) for _, task, chunk in self.chunks())
+        alike = Counter((task.save, chunk.rows) for _, task, chunk in self.chunks())
+        tasks = {save: replace(self.tasks[0], save=save) for save in self.saves}
+        return sum(n * self.slot_bytes(tasks[save], rows, before) for (save, rows), n in alike.items())
 
     def reads(self, weights_need_grad: bool) -> tuple[bool, ...]:
         """Return whether the backward pass reads x and the rows of each state that may be an output again."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedrnn import _checks
 from fusedrnn.backends import NAMES, Choice
-from fusedrnn.backends.base import Call, Variant, gpu_of, tf32_allowed
+from fusedrnn.backends.base import Call, Variant, gpu_of, onednn_allowed, tf32_allowed
 from fusedrnn.backends.zoneout import draw_seeds
 from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
 from fusedrnn.choice import choose
@@ -348,7 +348,7 @@ def _describe(
         gpu=gpu_of(x.device),
         cell=cell,
         tf32=x.is_cuda and tf32_allowed(),
-        onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
+        onednn=onednn_allowed(),
     )
 
 

@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_leaves
 from fusedrnn.backends import Choice
 from fusedrnn.backends.base import Call, ChunkedBackend, RecordingBackend, pretended_gpu
 from fusedrnn.backends.onednn import OneDNN, scratch_bytes
-from fusedrnn.cells import LAYER_NORM_LSTM, Weights, state_dtype
-from fusedrnn.chunking import Plan, tasks
+from fusedrnn.cells import LAYER_NORM_LSTM, States, Weights, state_dtype
 from fusedrnn.layout import SequenceLayout
-from fusedrnn.stages import run_choice
+from fusedrnn.stages import plan_stage, run_choice, run_stages
 
 _STAGE = "_SequenceBackward"
 """The autograd node of a stage."""
@@ -85,6 +84,7 @@ class Footprint(NamedTuple):
     saved: int
 
 
+@lru_cache(maxsize=1024)
 def footprint(call: Call, choice: Choice) -> Footprint:
     """Return what a call takes, the gradient of its input included.
 
@@ -122,9 +122,8 @@ def _rest(call: Call, choice: Choice, low: int) -> list[list[dict[tuple[int, boo
     found = []
     for k in (low, 2 * low):
         parts = [(replace(call, T=k * n), choice._replace(chunk=k)) for n in (2, 3)]
-        found.append(
-            [{key: peak - _waiting(_saved(*part), key) for key, peak in _count(*part).items()} for part in parts]
-        )
+        sizes = [(_count(*part), _saved(*part)) for part in parts]
+        found.append([{key: peak - _waiting(saved, key) for key, peak in peaks.items()} for peaks, saved in sizes])
     return found
 
 
@@ -186,15 +185,13 @@ def _saved(call: Call, choice: Choice) -> list[int]:
     backend = choice.backend
     if not isinstance(backend, ChunkedBackend) or (isinstance(backend, RecordingBackend) and choice.save == "gates"):
         return []
-    layers, _, states = _tensors(replace(call, T=1), torch.device("meta"))
-    depth = call.layers if call.directions == 1 and not call.dropout else 1
+    layers, x, states = _tensors(replace(call, T=1), torch.device("meta"))
     found = []
-    for first in range(0, len(layers), depth * call.directions):
-        last = first + depth * call.directions
-        parts = [tuple(layers[k : k + depth]) for k in range(first, last, depth)]
-        variant = call.variant if last == len(layers) else replace(call.variant, cells=False)
-        layout = SequenceLayout(call.T, call.B)
-        made = tasks(call.cell, parts, [False, True][: len(parts)], layout, choice.save, None, variant, None)
-        plan = Plan(made, backend, choice.chunk, older=choice.older)
-        found.append(plan.expected_bytes(tuple(state[first:last] for state in states)))
+
+    def note(parts: Any, reverses: Any, variant: Any, seeds: Any, x: Tensor, states: States) -> tuple[States, States]:
+        plan = plan_stage(call.cell, choice, SequenceLayout(call.T, call.B), None, parts, reverses, variant, seeds)
+        found.append(plan.expected_bytes(states))
+        return (x,), states
+
+    run_stages(x, states, layers, call.directions, call.dropout, False, call.variant, None, note)
     return found

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusedrnn import _checks
+from fusedrnn._checks import budget_bytes, require_choice, require_chunk, size
 from fusedrnn.backends import Choice, lengths_of, mixes, steps_of
-from fusedrnn.backends.base import Call, tf32_allowed
-from fusedrnn.budget import Seconds, seconds_of, size, ways, within
+from fusedrnn.backends.base import Call, onednn_allowed, tf32_allowed
+from fusedrnn.budget import Seconds, seconds_of, ways, within
 from fusedrnn.cells import CELLS
 from fusedrnn.choice import choose
 from fusedrnn.machine import PRESETS, Machine, machine
@@ -160,14 +160,14 @@ def plan(
         ValueError: If an argument is not among its choices.
         RuntimeError: If no backend can run the step; the message has every backend's reasons.
     """
-    _checks.require_choice("cell", cell, tuple(CELLS))
-    _checks.require_choice("save", save, ("auto", *CELLS[cell].modes))
-    _checks.require_chunk(chunk)
+    require_choice("cell", cell, tuple(CELLS))
+    require_choice("save", save, ("auto", *CELLS[cell].modes))
+    require_chunk(chunk)
     sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
     for name, value in (sizes | {"length": length, "batch": batch}).items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}")
-    budget, where = _checks.budget_bytes(memory_budget), machine(device)
+    budget, where = budget_bytes(memory_budget), machine(device)
     call = Call(
         T=length,
         B=batch,
@@ -180,7 +180,7 @@ def plan(
         device=where.device,
         gpu=where.info,
         tf32=where.device == "cuda" and tf32_allowed(),
-        onednn=torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
+        onednn=onednn_allowed(),
         cell=CELLS[cell],
         dropout=float(dropout),
     )

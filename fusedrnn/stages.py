@@ -98,6 +98,21 @@ def run_stages(
     return out, tuple(map(torch.cat, zip(*finals, strict=True)))
 
 
+def plan_stage(
+    cell: CellSpec,
+    choice: Choice,
+    layout: SequenceLayout,
+    resets: Tensor | None,
+    parts: list[tuple[Weights, ...]],
+    reverses: list[bool],
+    variant: Variant,
+    seeds: Tensor | None,
+) -> Plan:
+    """Return the plan of one stage, without a stack."""
+    made = tasks(cell, parts, reverses, layout, choice.save, resets, variant, seeds)
+    return Plan(made, choice.backend, choice.chunk, older=choice.older)
+
+
 def _eager(
     cell: CellSpec,
     choice: Choice,
@@ -113,8 +128,7 @@ def _eager(
     states: States,
 ) -> tuple[States, States]:
     """Run one stage through the autograd function."""
-    made = tasks(cell, parts, reverses, layout, choice.save, resets, variant, seeds)
-    plan = Plan(made, choice.backend, choice.chunk, older=choice.older)
+    plan = plan_stage(cell, choice, layout, resets, parts, reverses, variant, seeds)
     stack: Stack = ResidentStack(x.device)
     if offload is not None and isinstance(choice.backend, ChunkedBackend):
         stack = offload.stack(x.device, plan.expected_bytes(states))

@@ -39,6 +39,18 @@ def run(module, x):
         raise
 
 
+def run_amid_junk(module, x, aside):
+    """Run a module while memory is filled with NaN and freed, on another stream if `aside`."""
+    stream = torch.cuda.Stream() if aside else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        junk = [torch.full((256, 64, 1024), torch.nan, device="cuda") for _ in range(2)]
+        found = run(module, x)
+        del junk
+    stream.synchronize()
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("save", ["gates", "cells", "hidden"])
 @pytest.mark.parametrize("backend", FUSED)
@@ -159,13 +171,7 @@ def test_offloading_changes_no_bit(backend, save):
     expected = run(plain, x)
     pinned = []
     for step in range(12):
-        stream = torch.cuda.Stream() if step % 2 else torch.cuda.current_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            junk = [torch.full((256, 64, 1024), torch.nan, device="cuda") for _ in range(2)]
-            found = run(offloading, x)
-            del junk
-        stream.synchronize()
+        found = run_amid_junk(offloading, x, aside=bool(step % 2))
         assert all(torch.equal(found[name], expected[name]) for name in expected), step
         pinned.append(off.scheduler(x.device).host.reserved)
     assert off.stats().spills > 0 and pinned[-1] == pinned[2]
@@ -180,13 +186,7 @@ def test_a_disk_below_the_host_changes_no_bit(tmp_path):
     x = torch.randn(512, 64, 64, device="cuda")
     expected = run(plain, x)
     for step in range(6):
-        stream = torch.cuda.Stream() if step % 2 else torch.cuda.current_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            junk = [torch.full((256, 64, 1024), torch.nan, device="cuda") for _ in range(2)]
-            found = run(offloading, x)
-            del junk
-        stream.synchronize()
+        found = run_amid_junk(offloading, x, aside=bool(step % 2))
         assert all(torch.equal(found[name], expected[name]) for name in expected), step
     stats = off.stats()
     assert stats.disk_writes > 0 and stats.disk_reads > 0 and stats.disk_failures == stats.ring_grown == 0

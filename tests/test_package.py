@@ -30,8 +30,8 @@ ALLOWED = {
     "fusedrnn/stages.py": {"backends", "cells", "chunking", "layout", "offload", "sequence"},
     "fusedrnn/machine.py": {"kernels"},
     "fusedrnn/costs.py": {"backends", "machine"},
-    "fusedrnn/memory.py": {"backends", "cells", "chunking", "layout", "stages"},
-    "fusedrnn/budget.py": {"backends", "costs", "machine", "memory"},
+    "fusedrnn/memory.py": {"backends", "cells", "layout", "stages"},
+    "fusedrnn/budget.py": {"_checks", "backends", "costs", "machine", "memory"},
     "fusedrnn/choice.py": {"backends", "budget", "costs", "machine"},
     "fusedrnn/compiled.py": {"backends", "cells", "choice", "chunking", "layout", "offload", "sequence"},
     "fusedrnn/functional.py": {

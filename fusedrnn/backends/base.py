@@ -141,6 +141,11 @@ def tf32_allowed() -> bool:
     return asked == "tf32"
 
 
+def onednn_allowed() -> bool:
+    """Return whether torch may use oneDNN at present."""
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+
+
 class Workspace:
     """Scratch buffers of one pass, each allocated once and used again by every chunk."""
 

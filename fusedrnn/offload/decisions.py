@@ -44,9 +44,8 @@ class Decisions(DiskTier):
         else:
             total, allocated = self.device.memory(), self.device.allocated()
             occupancy = (allocated - ring.free) / total if total else 0.0
-        budget = config.budget_bytes()
-        if budget is not None:
-            occupancy = max(occupancy, (ring.held - ring.free + self._adopted) / budget)
+        if ring.budget is not None:
+            occupancy = max(occupancy, (ring.held - ring.free + self._adopted) / ring.budget)
         counters.occupancy_asked += 1
         counters.occupancy_peak = max(counters.occupancy_peak, occupancy)
         speeds = self.recorder.speeds
@@ -56,8 +55,8 @@ class Decisions(DiskTier):
             self._room = policy.capacity(ring.held, allocated, total, config.occupancy_limit, ring.bound)
         else:
             self._room = None if self._level is Pressure.NONE else ring.bound
-        if budget is not None:
-            most = policy.capacity(ring.held, ring.held, budget, config.occupancy_limit, 0)
+        if ring.budget is not None:
+            most = policy.capacity(ring.held, ring.held, ring.budget, config.occupancy_limit, 0)
             self._room = most if self._room is None else min(self._room, most)
 
     def _make_room(self, nbytes: int) -> None:

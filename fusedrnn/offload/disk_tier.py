@@ -46,14 +46,10 @@ class DiskTier(Transitions):
             self._wait("E9", stream, (entry.d2h,))
             self._wait("E10", stream, disk.events)
             disk.events = ()
-            start = self.device.record(stream, True) if entry.timed else None
-            self.device.copy(stream, disk.span, entry.host.span)
-            entry.io = self._after_copy(stream, entry)
-            if start is not None:
-                self.recorder.add("write", entry.sequence, entry.nbytes, start, entry.io)
+            start = self._copy(stream, entry, disk.span, entry.host.span)
+            entry.io = self._copied("write", stream, entry, start, "the host is nearly full")
             self.counters.disk_writes += 1
             self.counters.disk_written_bytes += entry.nbytes
-            self.recorder.decisions.append((entry.sequence, "write", entry.nbytes, "the host is nearly full"))
         self._move(entry, State.WRITING)
         return True
 
@@ -82,20 +78,16 @@ class DiskTier(Transitions):
         entry.host, stream = host, self._read_stream
         try:
             self._wait("E11", stream, host.events)
-            start = self.device.record(stream, True) if entry.timed else None
-            self.device.copy(stream, host.span, entry.disk.span)
+            start = self._copy(stream, entry, host.span, entry.disk.span)
         except BaseException:
             self.host.give(host, host.events)
             entry.host = None
             raise
         host.events = ()
-        entry.io = self._after_copy(stream, entry)
+        entry.io = self._copied("read", stream, entry, start, reason)
         entry.d2h = entry.h2d = None
-        if start is not None:
-            self.recorder.add("read", entry.sequence, entry.nbytes, start, entry.io)
         self.counters.disk_reads += 1
         self.counters.disk_read_bytes += entry.nbytes
-        self.recorder.decisions.append((entry.sequence, "read", entry.nbytes, reason))
         self._move(entry, State.READING)
 
     def _arrive(self, entry: Entry) -> OSError | None:

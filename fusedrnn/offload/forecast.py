@@ -1,7 +1,7 @@
 """What a training step would take: the scheduler itself, on a device that only keeps the time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fusedrnn.offload.config import OffloadConfig
 from fusedrnn.offload.scheduler import Scheduler
@@ -46,7 +46,6 @@ def forecast(
     announced: bool = True,
     steps: int = 1,
     disk_bytes_per_second: float = 3e9,
-    host_limit: int | None = None,
 ) -> Forecast:
     """Run training steps of the scheduler on the simulated device and return the last.
 
@@ -62,7 +61,6 @@ def forecast(
         announced: Whether the scheduler is told beforehand how much is coming.
         steps: How many steps to run; from the second on, speeds and sizes are known.
         disk_bytes_per_second: Speed of the disk, each way, where the configuration names a `spill_dir`.
-        host_limit: Bytes of pinned memory, in place of the configuration's limit and this machine's memory.
     """
     device = SimulatedDevice(
         memory=memory,
@@ -72,7 +70,7 @@ def forecast(
         trace=True,
     )
     others = device.allocate(other) if other else None
-    scheduler = Scheduler(device, config if host_limit is None else replace(config, host_limit=host_limit))
+    scheduler = Scheduler(device, config)
     stream = device.current
     forward, backward = (
         [part] * len(sizes) if isinstance(part, (int, float)) else list(part) for part in (compute, consume)

@@ -46,7 +46,7 @@ class Ring:
     """
 
     def __init__(self, device: Device, slots: int, budget: int | None = None):
-        self._device, self._slots, self._budget = device, slots, budget
+        self._device, self._slots, self.budget = device, slots, budget
         self._free: dict[int, deque[Slot]] = {}
         self._largest = 0
         self._most = sys.maxsize
@@ -100,9 +100,9 @@ class Ring:
         Raises:
             torch.OutOfMemoryError: If the device has no room, or the budget none.
         """
-        if self._budget is not None and self.held + nbytes > self._budget:
+        if self.budget is not None and self.held + nbytes > self.budget:
             raise torch.OutOfMemoryError(
-                f"`memory_budget` of {self._budget} bytes has no room for a buffer of {nbytes} bytes beside the "
+                f"`memory_budget` of {self.budget} bytes has no room for a buffer of {nbytes} bytes beside the "
                 f"{self.held} bytes in use. Raise it, raise `host_limit`, or take shorter chunks (`chunk`)"
             )
         stream = self._device.current_stream()

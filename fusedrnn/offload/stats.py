@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fusedrnn._checks import size
 from fusedrnn.offload.device import Device
 from fusedrnn.offload.policy import Speeds
 
@@ -236,17 +237,17 @@ def describe(counters: Counters, decisions: Iterable[tuple[int, str, int, str]] 
     """Return in words what the counters say, and the latest decisions."""
     c = counters
     lines = [
-        f"{c.eligible} of {c.pushes} buffers may go to the host; {c.spills} did ({_size(c.spilled_bytes)}), of which "
+        f"{c.eligible} of {c.pushes} buffers may go to the host; {c.spills} did ({size(c.spilled_bytes)}), of which "
         f"{c.forwarded} were read before they had left the device",
-        f"{c.loads} came back ({_size(c.loaded_bytes)}): {c.prefetch_hits} had been fetched ahead, "
+        f"{c.loads} came back ({size(c.loaded_bytes)}): {c.prefetch_hits} had been fetched ahead, "
         f"{c.demand_loads} had to be asked for",
         f"occupancy was asked {c.occupancy_asked} times and reached {c.occupancy_peak:.2f}; at most "
-        f"{_size(c.device_peak)} in the ring and {_size(c.host_peak)} on the host",
+        f"{size(c.device_peak)} in the ring and {size(c.host_peak)} on the host",
     ]
     if c.disk_writes or c.disk_full or c.disk_failures:
         lines.append(
-            f"{c.disk_writes} were written to files ({_size(c.disk_written_bytes)}, at most {_size(c.disk_peak)} at a "
-            f"time) and {c.disk_reads} read from there ({_size(c.disk_read_bytes)})"
+            f"{c.disk_writes} were written to files ({size(c.disk_written_bytes)}, at most {size(c.disk_peak)} at a "
+            f"time) and {c.disk_reads} read from there ({size(c.disk_read_bytes)})"
         )
     if c.disk_waits:
         lines.append(f"the host waited {c.disk_waits} times for the disk, {c.disk_wait_seconds:.3g} s")
@@ -264,13 +265,5 @@ def describe(counters: Counters, decisions: Iterable[tuple[int, str, int, str]] 
             lines.append(f"{count} {word}")
     if c.stall_seconds:
         lines.append(f"readers waited {c.stall_seconds:.3g} s for their buffers")
-    lines += [f"  {action} {sequence} ({_size(nbytes)}): {why}" for sequence, action, nbytes, why in decisions]
+    lines += [f"  {action} {sequence} ({size(nbytes)}): {why}" for sequence, action, nbytes, why in decisions]
     return "\n".join(lines)
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"

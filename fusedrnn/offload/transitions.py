@@ -78,14 +78,10 @@ class Transitions:
         self._wait("E1", stream, (entry.ready if entry.h2d is None else entry.h2d,))
         self._wait("E2", stream, host.events)
         host.events = ()
-        start = self.device.record(stream, True) if entry.timed else None
-        self.device.copy(stream, host.span, Span(entry.slot.buffer, 0, entry.nbytes))
-        entry.d2h, entry.h2d = self._after_copy(stream, entry), None
-        if start is not None:
-            self.recorder.add("spill", entry.sequence, entry.nbytes, start, entry.d2h)
+        start = self._copy(stream, entry, host.span, Span(entry.slot.buffer, 0, entry.nbytes))
+        entry.d2h, entry.h2d = self._copied("spill", stream, entry, start, reason), None
         self.counters.spills += 1
         self.counters.spilled_bytes += entry.nbytes
-        self.recorder.decisions.append((entry.sequence, "spill", entry.nbytes, reason))
         self._move(entry, State.SPILLING)
 
     def _retire(self, entry: Entry) -> None:
@@ -140,31 +136,38 @@ class Transitions:
             if entry.d2h is not None:
                 self._wait("E4", stream, (entry.d2h,))
             self._wait("E5", stream, slot.free)
-            start = self.device.record(stream, True) if entry.timed else None
-            self.device.copy(stream, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
+            start = self._copy(stream, entry, Span(slot.buffer, 0, entry.nbytes), entry.host.span)
         except BaseException:
             self.ring.give(slot, slot.free)
             raise
-        entry.h2d = self._after_copy(stream, entry)
+        entry.h2d = self._copied("fetch", stream, entry, start, reason)
         slot.free = ()
         entry.slot = slot
-        if start is not None:
-            self.recorder.add("fetch", entry.sequence, entry.nbytes, start, entry.h2d)
         self.counters.loads += 1
         self.counters.loaded_bytes += entry.nbytes
-        self.recorder.decisions.append((entry.sequence, "fetch", entry.nbytes, reason))
         if entry.disk is not None and entry.saved:
             # It can come from the file again, and the host has better use for the room.
             self.host.give(entry.host, self._host_uses(entry))
             entry.host = None
         self._move(entry, State.LOADING)
 
-    def _after_copy(self, stream: Any, entry: Entry) -> Any:
-        """Return the event after a copy that is under way: without one, its memory could never be used again."""
+    def _copy(self, stream: Any, entry: Entry, target: Span, source: Span) -> Any:
+        """Put a copy of an entry on a stream; return the event at which it starts, where times are taken."""
+        start = self.device.record(stream, True) if entry.timed else None
+        self.device.copy(stream, target, source)
+        return start
+
+    def _copied(self, kind: str, stream: Any, entry: Entry, start: Any, reason: str) -> Any:
+        """Note a copy that is under way, and return the event after it."""
         try:
-            return self.device.record(stream, entry.timed)
+            event = self.device.record(stream, entry.timed)
         except RuntimeError:
-            return self.device.record(stream, entry.timed)
+            # Without one, its memory could never be used again.
+            event = self.device.record(stream, entry.timed)
+        if start is not None:
+            self.recorder.add(kind, entry.sequence, entry.nbytes, start, event)
+        self.recorder.decisions.append((entry.sequence, kind, entry.nbytes, reason))
+        return event
 
     def _free(self, entry: Entry, aliased: bool = False, enough: bool = False) -> None:
         """Any state -> FREED.

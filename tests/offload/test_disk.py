@@ -277,10 +277,11 @@ def forecast_with(tmp_path, disk_bytes_per_second, host_chunks, chunks=128):
         [1 << 20] * chunks,
         1e-3,
         1e-3,
-        config=OffloadConfig(occupancy=lambda: 1.0, spill_dir=tmp_path, disk_limit=1 << 40),
+        config=OffloadConfig(
+            occupancy=lambda: 1.0, spill_dir=tmp_path, disk_limit=1 << 40, host_limit=host_chunks << 20
+        ),
         bytes_per_second=50e9,
         disk_bytes_per_second=disk_bytes_per_second,
-        host_limit=host_chunks << 20,
         steps=2,
     )
 
