@@ -32,41 +32,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", type=int, default=128, help="hidden units (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=1, help="layers (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="passes timed of short lengths (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="processes for each row (default: %(default)s)")
     parser.add_argument("--spill-dir", default=None, help="folder to whose disk the states between segments go")
     parser.add_argument("--dir", default=None, help="folder of the file that is mapped (default: the temp folder)")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the command and return its rows."""
-    rows: list[dict[str, Any]] = []
-    lines = []
     sizes = (args.batch, args.inputs, args.units, args.layers)
     shortest = min(args.lengths)
     jobs = [(TORCH, shortest), *((OURS, T) for T in sorted(args.lengths))]
-    per_step: dict[str, float] = {}
+    seconds: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
+    peaks: dict[tuple[str, int], list[int]] = {job: [] for job in jobs}
     with progress(args.quiet) as bar, tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        task = bar.add_task("stream", total=len(jobs))
-        for kernel, T in jobs:
+        task = bar.add_task("stream", total=len(jobs) * args.processes)
+        for kernel, T in jobs * args.processes:
             bar.update(task, description=f"{kernel}, {T:,} steps")
             # The long pass warms itself up in its first steps.
             repeats = args.repeats if 10 * shortest >= T else 1
-            seconds, peak = in_process(_measure, kernel, T, sizes, repeats, folder, args.device, args.spill_dir)
-            shape = f"T={T} B={args.batch} I={args.inputs} H={args.units} L={args.layers} float32"
-            mode = "whole" if kernel == TORCH else "stream"
-            rows.append(row(kernel, mode, "seconds", shape, seconds, args.device))
-            rows.append(row(kernel, mode, "peak_bytes", shape, [peak], args.device))
-            step = 1e6 * median(seconds) / T
-            ratio = step / per_step.setdefault(kernel, step)
-            lines.append((kernel, f"{T:,}", f"{median(seconds):.2f}", f"{step:.1f}", f"{ratio:.2f}", mib(peak)))
-            if kernel == TORCH:
-                need = peak * max(args.lengths) / T
+            found, peak = in_process(_measure, kernel, T, sizes, repeats, folder, args.device, args.spill_dir)
+            seconds[kernel, T] += found
+            peaks[kernel, T].append(peak)
             bar.advance(task)
+    rows: list[dict[str, Any]] = []
+    lines = []
+    per_step: dict[str, float] = {}
+    for kernel, T in jobs:
+        shape = f"T={T} B={args.batch} I={args.inputs} H={args.units} L={args.layers} float32"
+        mode = "whole" if kernel == TORCH else "stream"
+        rows.append(row(kernel, mode, "seconds", shape, seconds[kernel, T], args.device))
+        rows.append(row(kernel, mode, "peak_bytes", shape, peaks[kernel, T], args.device))
+        time, peak = median(seconds[kernel, T]), median(peaks[kernel, T])
+        ratio = time / T / per_step.setdefault(kernel, time / T)
+        spread = f" ({min(peaks[kernel, T]) >> 20:,} to {max(peaks[kernel, T]) >> 20:,})" if args.processes > 1 else ""
+        lines.append((kernel, f"{T:,}", f"{time:.2f}", f"{1e6 * time / T:.1f}", f"{ratio:.2f}", mib(peak) + spread))
+    need = median(peaks[jobs[0]]) * max(args.lengths) / shortest
     lines.insert(1, (TORCH, f"{max(args.lengths):,}", "", "", "", f"{mib(need)} by proportion"))
     table(
         "One pass forward and backward with a loss per chunk, input from a memory-mapped file",
         ("", "steps", "seconds", "us/step", "of the first", "peak"),
         lines,
-        caption="median of the passes; memory above the start; each row in a process of its own"
+        caption="medians of the passes and processes; memory above the start; each row in processes of its own"
         + (f"; states between segments go to {args.spill_dir}" if args.spill_dir else ""),
     )
     return rows

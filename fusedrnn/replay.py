@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +15,11 @@ class Surroundings:
 
     Args:
         x: A tensor of the device on which is computed.
-        before: Those of the run before, whose state of the random numbers is shared if none was drawn since.
     """
 
-    def __init__(self, x: Tensor, before: Self | None = None) -> None:
+    def __init__(self, x: Tensor) -> None:
         self.type, self.device = x.device.type, torch.get_default_device()
         self.rng = torch.get_rng_state(), *get_device_states(x)
-        if before is not None and _equal(self.rng, before.rng):
-            self.rng = before.rng
         self.autocast: dict[str, Any] | None = None
         if torch.amp.is_autocast_available(self.type):
             self.autocast = {
@@ -30,6 +27,16 @@ class Surroundings:
                 "enabled": torch.is_autocast_enabled(self.type),
                 "cache_enabled": torch.is_autocast_cache_enabled(),
             }
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether what runs in one gives what it gives in the other; many runs in a row share one object."""
+        if not isinstance(other, Surroundings):
+            return NotImplemented
+        (host, devices, states), (host_, devices_, states_) = self.rng, other.rng
+        mine, theirs = (self.type, self.device, self.autocast), (other.type, other.device, other.autocast)
+        return mine == theirs and devices == devices_ and all(map(torch.equal, [host, *states], [host_, *states_]))
+
+    __hash__ = None  # type: ignore[assignment]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -56,10 +63,6 @@ def unhooked() -> saved_tensors_hooks:
     """Return a context whose saved tensors the caller's hooks do not see, since they are dropped right away."""
     # An output that was saved as it is would refer to itself, and live until garbage is collected.
     return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-
-
-def _equal(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return torch.equal(a[0], b[0]) and a[1] == b[1] and all(map(torch.equal, a[2], b[2]))
 
 
 def as_leaf(tensor: Tensor, needed: bool = True) -> Tensor:

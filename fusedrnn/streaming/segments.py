@@ -98,7 +98,7 @@ class Streamed:
         return value.reshape(())
 
 
-@dataclass
+@dataclass(slots=True)
 class _Segment:
     """A segment that was run: its timesteps, what surrounded it, and what it started from."""
 
@@ -172,7 +172,9 @@ class _Pass:
         return result.value(), states, choice
 
     def _remember(self, at: slice, x: Tensor, states: States) -> None:
-        surroundings = Surroundings(x, self.segments[-1].surroundings if self.segments else None)
+        surroundings = Surroundings(x)
+        if self.segments and self.segments[-1].surroundings == surroundings:
+            surroundings = self.segments[-1].surroundings  # a long sequence keeps one, unless it draws random numbers
         kept = [*states] if self.source.again else [*states, x]
         self.segments.append(_Segment(at, surroundings, self.records.add(kept)))
 
