@@ -1,6 +1,7 @@
 """A streamed sequence gives, to the last bit, what a layer gives that keeps everything, and never holds it whole."""
 
 import gc
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -10,7 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedrnn
-from fusedrnn.testing import offload_all
+from fusedrnn.bench._measure import allocated_bytes
+from fusedrnn.streaming import results
+from fusedrnn.testing import full_device, offload_all
 
 T, B, I, H = 50, 3, 5, 8
 CHUNK = 16
@@ -256,6 +259,52 @@ def test_nothing_outlives_its_segment():
     finally:
         gc.enable()
     assert len(seen) == 2 * -(-T // CHUNK) and not any(seen)
+
+
+class _Long:
+    """A layer that streams segments of four steps, with the states between them on a disk."""
+
+    def __init__(self, folder, monkeypatch, block):
+        monkeypatch.setattr(results, "_BLOCK", block)
+        self.layer = fusedrnn.LSTM(I, H, save="hidden", chunk=4, offload=full_device(spill_dir=folder))
+
+    def step(self, segments, at_end=lambda: None):
+        x = np.zeros((4 * segments, 4, I), np.float32)
+
+        def loss(y, steps):
+            if steps.stop == len(x):
+                at_end()
+            return y.sum()
+
+        return lambda: self.layer(x, chunk_loss=loss)[0].backward()
+
+
+def test_a_longer_sequence_takes_no_more_memory(tmp_path, monkeypatch):
+    long = _Long(tmp_path, monkeypatch, 4096)
+    long.step(2)()
+    peaks = [allocated_bytes(long.step(segments)) for segments in (64, 256)]
+    assert long.layer.offloader.stats().spilled_bytes > 256 * 2 * 4 * H * 4
+    assert peaks[1] < 1.01 * peaks[0]
+
+
+def test_a_segment_leaves_hardly_any_objects(tmp_path, monkeypatch):
+    long, traced = _Long(tmp_path, monkeypatch, 1 << 16), []
+
+    def note():
+        gc.collect()
+        traced.append(tracemalloc.get_traced_memory()[0])
+
+    long.step(64)()
+    tracemalloc.start(1)
+    try:
+        for segments in (64, 1024):
+            long.step(segments, note)()
+    finally:
+        tracemalloc.stop()
+    # Both passes note their end, the backward pass first of all its segments.
+    kept = (traced[2] - traced[0]) / 960
+    array = 4 * 4 * I * 4
+    assert kept - array < 150
 
 
 def test_two_passes_in_one_graph():

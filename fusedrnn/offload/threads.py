@@ -24,25 +24,31 @@ class Span(NamedTuple):
 class ThreadEvent:
     """A point of a stream: set by its thread, with the time and what went wrong with the copy before it."""
 
-    __slots__ = ("_reached", "error", "time")
+    __slots__ = ("_ahead", "_reached", "error", "time")
 
     def __init__(self) -> None:
-        self._reached = threading.Event()
+        # Held until it is reached. There may be many of these, and a threading.Event takes a kilobyte.
+        self._ahead = threading.Lock()
+        self._ahead.acquire()
+        self._reached = False
         self.time = 0.0
         self.error: BaseException | None = None
 
     def reach(self, error: BaseException | None = None) -> None:
         """Let those who wait go on."""
         self.time, self.error = time.perf_counter(), error
-        self._reached.set()
+        self._reached = True
+        self._ahead.release()
 
     def query(self) -> bool:
         """Return whether it has been reached."""
-        return self._reached.is_set()
+        return self._reached
 
     def synchronize(self) -> None:
         """Wait for it. That a file could not be read or written is no affair of those who only wait for their turn."""
-        self._reached.wait()
+        if not self._reached:
+            with self._ahead:
+                pass
         if self.error is not None and not isinstance(self.error, OSError):
             raise self.error
 

@@ -1,7 +1,8 @@
 """What a streamed pass brings: its result, put together from segments, and what it leaves for its backward pass."""
 
+from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,11 @@ from fusedrnn.backends.rows import aligned, views
 from fusedrnn.cells import state_dtype
 from fusedrnn.streaming.transfer import Departures
 
-_BLOCK = 1 << 18
-"""Bytes of records gathered in one slot, so that those of short segments are worth a copy to the host or a disk."""
+_BLOCK = 1 << 16
+"""Bytes gathered in one slot, so that short segments are worth a copy; more would take memory for little."""
+
+
+_Like = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class _Block:
@@ -23,26 +27,10 @@ class _Block:
         self.handle: Any = None
 
 
-class Record(NamedTuple):
-    """Tensors that wait in a slot of the stack, together with those of other segments."""
-
-    block: _Block
-    start: int
-    first: bool
-    like: tuple[tuple[torch.Size, torch.dtype], ...]
-
-    def get(self) -> list[Tensor]:
-        """Return the tensors, views of the slot."""
-        return views(self.block.handle.get()[self.start :], self.like)
-
-    def release(self) -> None:
-        """Give the slot back, if this is the first in it: records are released from the last to the first."""
-        if self.first:
-            self.block.handle.release()
-
-
 class Records:
-    """Gathers the tensors that segments leave in slots of a stack.
+    """Tensors of segments, numbered from 0, gathered in slots of a stack.
+
+    A sequence may have a great many segments, so there is no object for each.
 
     Args:
         stack: Where the slots come from.
@@ -51,33 +39,47 @@ class Records:
     def __init__(self, stack: Any):
         self._stack = stack
         self._slot: Any = None
-        self._block = _Block()
         self._filled = self._total = 0
-        self._like: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+        self._blocks: list[_Block] = []
+        self._starts = array("q")
+        self._likes: list[_Like] = []
 
-    def add(self, tensors: Sequence[Tensor]) -> Record:
-        """Copy tensors to the end of the present slot, or to a new one."""
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors of the next segment to the end of the present slot, or to a new one."""
         like = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         # One object for all segments that are alike.
-        self._like = like = self._like if like == self._like else like
+        like = self._likes[-1] if self._likes and like == self._likes[-1] else like
         nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         if self._slot is not None and self._filled + nbytes > self._slot.buffer.numel():
             self.close()
-        first = self._slot is None
-        if first:
+        if self._slot is None:
             # As large as all before it, so that a short sequence takes no more than twice its need.
-            self._slot = self._stack.reserve(max(nbytes, min(_BLOCK, self._total)))
-        start, self._filled = self._filled, self._filled + nbytes
-        self._total += nbytes
-        for part, tensor in zip(views(self._slot.buffer[start:], like), tensors, strict=True):
+            self._slot, self._filled = self._stack.reserve(max(nbytes, min(_BLOCK, self._total))), 0
+            block = _Block()
+        else:
+            block = self._blocks[-1]
+        for part, tensor in zip(views(self._slot.buffer[self._filled :], like), tensors, strict=True):
             part.copy_(tensor)
-        return Record(self._block, start, first, like)
+        self._blocks.append(block)
+        self._starts.append(self._filled)
+        self._likes.append(like)
+        self._filled += nbytes
+        self._total += nbytes
 
     def close(self) -> None:
         """Push the present slot."""
         if self._slot is not None:
-            self._block.handle = self._stack.push(self._slot)
-            self._slot, self._block, self._filled = None, _Block(), 0
+            self._blocks[-1].handle = self._stack.push(self._slot)
+            self._slot = None
+
+    def get(self, number: int) -> list[Tensor]:
+        """Return the tensors of a segment, views of a slot."""
+        return views(self._blocks[number].handle.get()[self._starts[number] :], self._likes[number])
+
+    def release(self, number: int) -> None:
+        """Give back the slot, if the segment is the first in it: they are released from the last to the first."""
+        if self._starts[number] == 0:
+            self._blocks[number].handle.release()
 
 
 class Result:

@@ -5,6 +5,7 @@ The backward pass takes the segments from the last to the first, computes each a
 by autograd, and differentiates it at once. (Chen et al. 2016, "Training deep nets with sublinear memory cost".)
 """
 
+from array import array
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadHooks
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.replay import Surroundings, as_leaf, gradients, now, reached, require_unchanged, unhooked
-from fusedrnn.streaming.results import Record, Records, Result
+from fusedrnn.streaming.results import Records, Result
 from fusedrnn.streaming.sources import Source
 from fusedrnn.streaming.transfer import Departures, arrivals
 
@@ -98,13 +99,23 @@ class Streamed:
         return value.reshape(())
 
 
-@dataclass(slots=True)
-class _Segment:
-    """A segment that was run: its timesteps, what surrounded it, and what it started from."""
+class _Cuts(Sequence[slice]):
+    """The timesteps of segments, one after another, in eight bytes each."""
 
-    at: slice
-    surroundings: Surroundings
-    record: Record
+    def __init__(self) -> None:
+        self._stops = array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self._stops) - 1
+
+    def __getitem__(self, number: Any) -> Any:
+        number = range(len(self))[number]
+        return slice(self._stops[number], self._stops[number + 1])
+
+    def append(self, steps: int) -> slice:
+        """Add a segment of so many timesteps, and return which they are."""
+        self._stops.append(self._stops[-1] + steps)
+        return slice(*self._stops[-2:])
 
 
 @dataclass
@@ -133,37 +144,34 @@ class _Pass:
     stack: Any
     device: torch.device
     recorded: bool
+    records: Records
     initial: States = ()
-    records: Records = field(init=False)
-    segments: list[_Segment] = field(default_factory=list)
+    cuts: _Cuts = field(default_factory=_Cuts)
+    surroundings: list[Surroundings] = field(default_factory=list)
     leaves: dict[int, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.records = Records(self.stack)
 
     def forward(self, start: Callable[[Tensor], States | None]) -> tuple[Tensor, States, Choice]:
         """Run all segments; return the result, the final states, and who ran the last segment."""
-        streamed, stop, choice = self.streamed, 0, None
+        streamed, choice = self.streamed, None
         states: States = ()
         result = Result(streamed.output, self.source.steps, self.device)
         pieces = arrivals(self.source.reads(), self.device, self.source.is_on(self.device))
         with torch.no_grad(), unhooked():
             with closing(pieces), closing(result):
                 for x in pieces:
-                    at = slice(stop, stop + len(x))
+                    at = self.cuts.append(len(x))
                     if choice is None:
                         with torch.set_grad_enabled(self.recorded):
                             states = self.initial = initial_states(
                                 streamed.cell, streamed.flat[0], start(x), streamed.layers, x.shape[1]
                             )
                     if self.recorded:
-                        self._remember(at, x, states)
+                        self._remember(x, states)
                     y, states, choice = streamed.run(x, states, at, {})
                     if streamed.loss is None:
                         result.put(at, y)
                     else:
                         result.add(self._loss(y, at))
-                    stop = at.stop
             self.records.close()
             # The casts that autocast remembers from here have no history, so the caller must not get them.
             torch.clear_autocast_cache()
@@ -171,12 +179,11 @@ class _Pass:
             raise ValueError("`input` must yield at least one chunk, got none")
         return result.value(), states, choice
 
-    def _remember(self, at: slice, x: Tensor, states: States) -> None:
-        surroundings = Surroundings(x)
-        if self.segments and self.segments[-1].surroundings == surroundings:
-            surroundings = self.segments[-1].surroundings  # a long sequence keeps one, unless it draws random numbers
-        kept = [*states] if self.source.again else [*states, x]
-        self.segments.append(_Segment(at, surroundings, self.records.add(kept)))
+    def _remember(self, x: Tensor, states: States) -> None:
+        here = Surroundings(x)
+        # Most are like the one before, and then one object serves both.
+        self.surroundings.append(self.surroundings[-1] if self.surroundings[-1:] == [here] else here)
+        self.records.add([*states] if self.source.again else [*states, x])
 
     def _loss(self, y: Tensor, at: slice) -> Tensor:
         """Return the loss of a segment; note the leaves that it takes besides the output."""
@@ -198,19 +205,18 @@ class _Pass:
 
     def backward(self, flat: list[Tensor], dresult: Tensor | None, sums: _Sums, keep: bool) -> None:
         """Run the segments again, from the last to the first, and add up the gradients of each."""
-        ats = [segment.at for segment in self.segments]
-        xs = self._inputs_again(ats)
-        dys = self._output_gradients(ats, dresult)
+        xs = self._inputs_again()
+        dys = self._output_gradients(dresult)
         departures = Departures(self.device)
         with closing(xs), closing(dys), closing(departures):
-            for segment, x, dy in zip(reversed(self.segments), xs, dys, strict=True):
-                self._back(segment, x, dy, flat, sums, departures)
+            for number, x, dy in zip(reversed(range(len(self.cuts))), xs, dys, strict=True):
+                self._back(number, x, dy, flat, sums, departures)
                 if not keep:
-                    segment.record.release()
+                    self.records.release(number)
 
     def _back(
         self,
-        segment: _Segment,
+        number: int,
         x: Tensor | None,
         dy: Tensor | None,
         flat: list[Tensor],
@@ -218,13 +224,13 @@ class _Pass:
         departures: Departures,
     ) -> None:
         """Run one segment again and differentiate it."""
-        at, n = segment.at, len(sums.states)
-        kept = segment.record.get()
+        at, n = self.cuts[number], len(sums.states)
+        kept = self.records.get(number)
         x = as_leaf(kept[n] if x is None else x, sums.x is not None)
         before = [as_leaf(state) for state in kept[:n]]
         weights = [as_leaf(w, total is not None) for w, total in zip(flat, sums.weights, strict=True)]
         into = {id(w): total for w, total in zip(weights, sums.weights, strict=True) if total is not None}
-        with segment.surroundings.again():
+        with self.surroundings[number].again():
             y, after, _ = self.streamed.with_weights(weights).run(x, tuple(before), at, into)
             out = self._out(y, at)
         leaves = list(self.leaves.values())
@@ -243,18 +249,18 @@ class _Pass:
             return self.streamed.loss_of(y, at)
         return y[-1] if self.streamed.output == "last" and len(y) else y
 
-    def _inputs_again(self, ats: list[slice]) -> Generator[Tensor | None]:
+    def _inputs_again(self) -> Generator[Tensor | None]:
         if not self.source.again:
-            return (None for _ in ats)
-        return arrivals(self.source.reads_again(ats), self.device, self.source.is_on(self.device))
+            return (None for _ in self.cuts)
+        return arrivals(self.source.reads_again(self.cuts), self.device, self.source.is_on(self.device))
 
-    def _output_gradients(self, ats: list[slice], dresult: Tensor | None) -> Generator[Tensor | None]:
+    def _output_gradients(self, dresult: Tensor | None) -> Generator[Tensor | None]:
         """Yield the gradient of each segment's part of the result, the last segment's first."""
         if dresult is None or self.streamed.loss is not None:
-            return (dresult for _ in ats)
+            return (dresult for _ in self.cuts)
         if self.streamed.output == "last":
-            return (dresult if at == ats[-1] else None for at in reversed(ats))
-        reads = ((lambda at=at: dresult[at]) for at in reversed(ats))
+            return (dresult if number == 0 else None for number in range(len(self.cuts)))
+        reads = ((lambda at=at: dresult[at]) for at in reversed(self.cuts))
         return arrivals(reads, self.device, dresult.device == self.device)
 
 
@@ -328,13 +334,13 @@ def stream(
     flat = streamed.flat
     device = flat[0].device
     stack = ResidentStack(device) if offload is None else offload.stack(device)
-    run = _Pass(streamed, source, stack, device, torch.is_grad_enabled())
+    run = _Pass(streamed, source, stack, device, torch.is_grad_enabled(), Records(stack))
     result, finals, choice = run.forward(start)
     inputs = [source.tensor, *run.initial, *flat, *run.leaves.values()]
     if run.recorded and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         result, *after = _Streamed.apply(run, [result, *finals], len(run.initial), *inputs)
         finals = tuple(after)
-    return result, tuple(final.to(finals[0].dtype) for final in finals), choice, len(run.segments)
+    return result, tuple(final.to(finals[0].dtype) for final in finals), choice, len(run.surroundings)
 
 
 def segment_steps(cell: CellSpec, options: Options, layers: Sequence[Weights], batch: int, x: torch.dtype) -> int:
