@@ -84,8 +84,7 @@ def fresh_bytes(call: Call, backend: str, save: str) -> int:
         return 0
     row = call.T * call.B * call.dtype.itemsize
     whole = (backend, save) == ("onednn", "gates")
-    # Layers run one after another where each must be complete before the next one starts.
-    stages = call.layers if whole or call.directions == 2 else 1
+    stages = call.layers if whole else call.stages
     width = call.directions * call.P
     blocks = [row * width] * (2 * stages - 1) + [row * call.I]
     fresh = sum(nbytes for nbytes in blocks if nbytes >= _KEPT_BYTES)

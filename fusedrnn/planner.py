@@ -268,7 +268,7 @@ def _forecast(
     outer: int,
 ) -> Forecast:
     """Run the scheduler on a step's chunks, beside `outer` bytes that are not in them."""
-    lengths = lengths_of(call, choice.chunk)
+    lengths = lengths_of(call, choice.chunk) * call.stages
     merged = -(-len(lengths) // _MOST_CHUNKS)
     steps = [sum(lengths[k : k + merged]) for k in range(0, len(lengths), merged)]
     sizes = [max(1, round(saved * n / sum(lengths))) for n in steps]
@@ -287,5 +287,6 @@ def _forecast(
             bytes_per_second=where.link_bytes_per_second,
             latency=where.link_latency,
             disk_bytes_per_second=where.disk_bytes_per_second,
+            direct=call.device == "cpu",
             steps=2,
         )

@@ -89,6 +89,11 @@ class Call:
     variant: Variant = PLAIN
     dropout: float = 0.0
 
+    @property
+    def stages(self) -> int:
+        """How many times chunks run over all timesteps: a stage ends where a layer must be complete before the next."""
+        return self.layers if self.directions == 2 or self.dropout else 1
+
     def step_bytes(self, save: str) -> int:
         """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own outputs."""
         inner = (self.layers - 1) * self.P * self.dtype.itemsize

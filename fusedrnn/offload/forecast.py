@@ -46,6 +46,7 @@ def forecast(
     announced: bool = True,
     steps: int = 1,
     disk_bytes_per_second: float = 3e9,
+    direct: bool = False,
 ) -> Forecast:
     """Run training steps of the scheduler on the simulated device and return the last.
 
@@ -61,12 +62,14 @@ def forecast(
         announced: Whether the scheduler is told beforehand how much is coming.
         steps: How many steps to run; from the second on, speeds and sizes are known.
         disk_bytes_per_second: Speed of the disk, each way, where the configuration names a `spill_dir`.
+        direct: Whether buffers then go there at once, as they do on the CPU.
     """
     device = SimulatedDevice(
         memory=memory,
         bytes_per_second=bytes_per_second,
         latency=latency,
         disk_bytes_per_second=disk_bytes_per_second,
+        direct=direct,
         trace=True,
     )
     others = device.allocate(other) if other else None
