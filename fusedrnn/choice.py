@@ -4,7 +4,8 @@ from functools import lru_cache
 
 from fusedrnn.backends import BACKENDS, Choice, lengths_of, mixes, steps_of
 from fusedrnn.backends.base import Backend, Call
-from fusedrnn.backends.mix import Mode, best_mix
+from fusedrnn.backends.mix import Mode, best_mix, best_moving_mix
+from fusedrnn.offload import OffloadConfig
 
 _CPU_GATES_BYTES = 32 << 20
 """On the CPU, larger activations are faster computed again than kept: a larger block is mapped and zeroed by the kernel
@@ -18,12 +19,17 @@ class NoBackendError(RuntimeError):
 
 @lru_cache(maxsize=1024)
 def choose(
-    call: Call, backend: str = "auto", save: str = "auto", chunk: int | str = "auto", budget: int | None = None
+    call: Call,
+    backend: str = "auto",
+    save: str = "auto",
+    chunk: int | str = "auto",
+    budget: int | None = None,
+    offload: OffloadConfig | None = None,
 ) -> Choice:
     """Choose backend, save mode and chunks for a call.
 
     A named backend or mode is taken or refused, never replaced; "auto" takes the first that fits, and of its modes, or
-    of a mix of two, the quickest that fits the limit of memory.
+    of a mix of two, the quickest that fits the limit of memory, or whose excess may move to the host.
 
     Args:
         call: The call.
@@ -31,6 +37,7 @@ def choose(
         save: A save mode, or "auto".
         chunk: Timesteps per chunk, or "auto".
         budget: Most bytes that a step may take, or None; see `fusedrnn.LSTM`.
+        offload: How what is saved moves off the device, None where it does not.
 
     Raises:
         NoBackendError: If nothing fits; the message lists every backend with its reasons.
@@ -47,7 +54,7 @@ def choose(
 
         return within(call, tuple(usable), save, chunk, budget)
     if usable:
-        return _saved(call, usable[0], save, steps_of(usable[0], call, chunk))
+        return _saved(call, usable[0], save, steps_of(usable[0], call, chunk), offload)
     lines = [
         f"  {candidate.name}: "
         + "; ".join(reasons[candidate.name] or [f"it has save={' and '.join(map(repr, candidate.saves))} only"])
@@ -60,7 +67,7 @@ def choose(
     )
 
 
-def _saved(call: Call, backend: Backend, save: str, steps: int) -> Choice:
+def _saved(call: Call, backend: Backend, save: str, steps: int, offload: OffloadConfig | None) -> Choice:
     """Choose what is saved."""
     if save != "auto":
         return Choice(backend, save, steps, f"save={save!r} was asked for")
@@ -81,8 +88,19 @@ def _saved(call: Call, backend: Backend, save: str, steps: int) -> Choice:
     modes = []
     for mode in backend.saves:
         seconds = step_seconds(speeds, call, backend.name, mode)
-        modes.append(Mode(mode, call.step_bytes(mode) / call.directions, seconds.forward + seconds.backward))
-    mix = best_mix(modes, lengths_of(call, steps), limit)
+        nbytes = call.step_bytes(mode) / call.directions
+        modes.append(Mode(mode, nbytes, seconds.forward + seconds.backward, seconds.forward))
+    lengths = lengths_of(call, steps)
+    if offload is not None:
+        room = min(limit, offload.budget_bytes() or limit)
+        direct = call.device == "cpu" and offload.spill_dir is not None
+        link = speeds.disk_bytes_per_second if direct else speeds.link_bytes_per_second
+        host = (0 if direct else offload.host_bytes()) + offload.disk_bytes()
+        mix = best_moving_mix(modes, lengths, room, host, link)
+        if mix is not None:
+            moved = f"{max(0.0, mix.nbytes - room) / 2**20:.1f} MiB may move at {link / 1e9:.3g} GB/s"
+            return Choice(backend, mix.save, steps, f"{sizes}: {moved}, which is the quickest", mix.older)
+    mix = best_mix(modes, lengths, limit)
     if mix is None:
         return Choice(backend, last, steps, f"{sizes}: they are computed again")
     return Choice(backend, mix.save, steps, f"{sizes}: what fits is kept, in the newest chunks", mix.older)

@@ -193,12 +193,12 @@ def run_layers(
     if not compiling:
         call = _describe(cell, x, states, layers, layout, directions)
         call = replace(call, resets=resets is not None, variant=variant, dropout=dropout)
-        choice = choose(call, options.backend, options.save, options.chunk, options.memory_budget)
-        offload = (innermost() or options.offload) if call.grad else None
-        if call.transformed:
-            offload = None
-        if offload is not None and offload.is_active(x.device):
+        offload = (innermost() or options.offload) if call.grad and not call.transformed else None
+        active = offload is not None and offload.is_active(x.device)
+        if offload is not None and active:
             saving = offload.hooks()
+        moving = offload.config if offload is not None and active else None
+        choice = choose(call, options.backend, options.save, options.chunk, options.memory_budget, moving)
     with autocast, saving:
         if choice is None:
             run_stage = partial(_compiled, cell, options, resets)

@@ -198,6 +198,7 @@ def plan(
         # What the link does not hide may be computed again instead.
         first, count = choices[0], len(lengths_of(call, choices[0].chunk))
         choices += [first._replace(older=(count * part // 4, modes[-1])) for part in (1, 2, 3) if count * part // 4]
+        choices.append(choose(call, backend, save, chunk, None, config))
     if budget is not None:
         with suppress(ValueError):
             choices.append(within(call, (chosen.backend,), save, chunk, budget))

@@ -32,7 +32,7 @@ ALLOWED = {
     "fusedrnn/costs.py": {"backends", "machine"},
     "fusedrnn/memory.py": {"backends", "cells", "layout", "stages"},
     "fusedrnn/budget.py": {"_checks", "backends", "costs", "machine", "memory"},
-    "fusedrnn/choice.py": {"backends", "budget", "costs", "machine"},
+    "fusedrnn/choice.py": {"backends", "budget", "costs", "machine", "offload"},
     "fusedrnn/compiled.py": {"backends", "cells", "choice", "chunking", "layout", "offload", "sequence"},
     "fusedrnn/functional.py": {
         "_checks",

@@ -1,14 +1,17 @@
 """The plan of a step: what it predicts, what it calls best, and how mixed modes compare on the simulated device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fusedrnn
 from fusedrnn.backends import lengths_of
 from fusedrnn.backends.base import Call
-from fusedrnn.backends.mix import Mode, best_mix
+from fusedrnn.backends.mix import Mode, best_mix, best_moving_mix
+from fusedrnn.choice import choose
 from fusedrnn.costs import step_seconds
-from fusedrnn.machine import PRESETS
+from fusedrnn.machine import PRESETS, machine
 from fusedrnn.offload import OffloadConfig
 from fusedrnn.offload.forecast import forecast
 from fusedrnn.testing import full_device
@@ -133,14 +136,19 @@ def virtual_seconds(modes, lengths, mix):
     return found.forward + found.backward
 
 
+def modes_of(device, dtype, B, H):
+    """Return a call on a preset, and its modes by name."""
+    call, modes = Call(2000, B, H, H, H, 1, 1, dtype, "cuda", gpu=PRESETS[device].info), {}
+    for save in MODES:
+        seconds = step_seconds(PRESETS[device], call, "triton_step", save)
+        modes[save] = Mode(save, call.step_bytes(save), seconds.forward + seconds.backward, seconds.forward)
+    return call, modes
+
+
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize(("device", "dtype", "B", "H"), SHAPES)
 def test_no_single_mode_is_quicker_within_the_same_memory(device, dtype, B, H, share):
-    call = Call(2000, B, H, H, H, 1, 1, dtype, "cuda", gpu=PRESETS[device].info)
-    modes = {}
-    for save in MODES:
-        seconds = step_seconds(PRESETS[device], call, "triton_step", save)
-        modes[save] = Mode(save, call.step_bytes(save), seconds.forward + seconds.backward)
+    call, modes = modes_of(device, dtype, B, H)
     lengths = lengths_of(call, 32)
     limit = share * call.T * modes["gates"].nbytes
     mix = best_mix(list(modes.values()), lengths, limit)
@@ -159,3 +167,68 @@ def test_a_mix_beats_every_single_mode_where_there_is_room_for_some_gates():
     assert best_mix(modes, [10] * 10, 50.0).older == (5, "hidden")
     assert best_mix(modes, [10] * 10, 500.0)[:2] == ("gates", (0, "gates"))
     assert best_mix(modes[:2], [10] * 10, 99.0) is None
+
+
+def moving_seconds(modes, lengths, mix, limit, link):
+    """Return the seconds of a step on a simulated device that has the ring's slots beyond a limit."""
+    chosen = [modes[mix.older[1] if k < mix.older[0] else mix.save] for k in range(len(lengths))]
+    sizes = [int(n * mode.nbytes) or 1 for n, mode in zip(lengths, chosen, strict=True)]
+    forward = [n * mode.forward for n, mode in zip(lengths, chosen, strict=True)]
+    backward = [n * (mode.seconds - mode.forward) for n, mode in zip(lengths, chosen, strict=True)]
+    config = OffloadConfig(occupancy_limit=1.0, low_watermark=1.0, host_limit=1 << 50)
+    memory = int(limit) + config.ring_slots * max(sizes)
+    found = forecast(sizes, forward, backward, config=config, memory=memory, bytes_per_second=link, steps=2)
+    return found.forward + found.backward
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("slower", [1, 4])
+@pytest.mark.parametrize(("device", "dtype", "B", "H"), SHAPES)
+def test_no_single_mode_is_quicker_where_the_rest_may_move(device, dtype, B, H, slower, share):
+    call, modes = modes_of(device, dtype, B, H)
+    lengths, link = lengths_of(call, 32), PRESETS[device].link_bytes_per_second / slower
+    limit = share * call.T * modes["gates"].nbytes
+
+    def seconds(candidates):
+        mix = best_moving_mix(candidates, lengths, limit, 1e18, link)
+        return moving_seconds(modes, lengths, mix, limit, link)
+
+    assert seconds(list(modes.values())) <= 1.02 * min(seconds([mode]) for mode in modes.values())
+
+
+def test_what_moves_is_weighed_against_computing_it_again():
+    modes = [Mode("gates", 4.0, 2.0, 1.0), Mode("hidden", 1.0, 3.0, 1.0)]
+    lengths = [10] * 16
+    # All of it moves beside the computation; half of it does; nothing but what is small does.
+    assert best_moving_mix(modes, lengths, 100.0, 1e9, 10.0)[:2] == ("gates", (0, "gates"))
+    save, older, nbytes, seconds = best_moving_mix(modes, lengths, 320.0, 1e9, 1.0)
+    assert save == "gates" and older[1] == "hidden" and 0 < older[0] < 16
+    assert nbytes > 320 and seconds < 16 * 30
+    assert best_moving_mix(modes, lengths, 160.0, 1e9, 1e-6)[:2] == ("hidden", (0, "hidden"))
+    # A host without room.
+    assert best_moving_mix(modes, lengths, 160.0, 0.0, 10.0)[:2] == ("hidden", (0, "hidden"))
+    assert best_moving_mix(modes, lengths, 100.0, 0.0, 10.0) is None
+
+
+@pytest.mark.parametrize(("link", "older"), [(1e12, (0, "gates")), (1e3, (13, "hidden"))])
+def test_a_layer_that_may_offload_weighs_the_link(monkeypatch, tmp_path, link, older):
+    where = replace(machine("cpu"), disk_bytes_per_second=link, measured=())
+    monkeypatch.setattr("fusedrnn.machine.machine_with", lambda info: where)
+    monkeypatch.setattr("fusedrnn.choice._CPU_GATES_BYTES", 20_000)
+    choose.cache_clear()
+    layer = fusedrnn.LSTM(8, 64, backend="torch_step", chunk=10, offload=full_device(spill_dir=tmp_path))
+    x = torch.randn(160, 2, 8)
+    try:
+        found = layer(x)[0]
+        call = Call(160, 2, 8, 64, 64, 1, 1, torch.float32, "cpu")
+        chosen = choose(call, "torch_step", "auto", 10, None, layer.offloader.config)
+    finally:
+        choose.cache_clear()
+    assert chosen.older == older
+    assert "MiB may move at" in layer.explain()
+    found.sum().backward()
+    plain = fusedrnn.LSTM(8, 64, backend="torch_step", chunk=10, save="gates")
+    plain.load_state_dict(layer.state_dict())
+    plain(x)[0].sum().backward()
+    for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
