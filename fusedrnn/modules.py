@@ -31,7 +31,8 @@ class LSTM(Recurrent, nn.LSTM):
             states (5H numbers), nothing is computed again. "cells": cell states (H). "hidden": nothing but the states
             between chunks; gates and cells are computed again chunk by chunk, which is not sequential and often costs
             less than the memory traffic it saves. "auto" takes the quickest way, or mix of two for the older and the
-            newer chunks, that its limit of memory allows; `explain()` says which and why.
+            newer chunks, that its limit of memory allows, or with `offload` by what the link can move meanwhile;
+            `explain()` says which and why.
         chunk: Timesteps per chunk, the unit of computing again; "auto" chooses by bytes.
         backend: "triton_sequence", "triton_step", "onednn", "torch_step" or "reference", or "auto" for the first that
             can run the call. A backend named here is used or refused, never replaced.
