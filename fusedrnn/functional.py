@@ -194,10 +194,9 @@ def run_layers(
         call = _describe(cell, x, states, layers, layout, directions)
         call = replace(call, resets=resets is not None, variant=variant, dropout=dropout)
         offload = (innermost() or options.offload) if call.grad and not call.transformed else None
-        active = offload is not None and offload.is_active(x.device)
-        if offload is not None and active:
-            saving = offload.hooks()
-        moving = offload.config if offload is not None and active else None
+        moving = None
+        if offload is not None and offload.is_active(x.device):
+            saving, moving = offload.hooks(), offload.config
         choice = choose(call, options.backend, options.save, options.chunk, options.memory_budget, moving)
     with autocast, saving:
         if choice is None:

@@ -186,11 +186,11 @@ def plan(
     )
     limit = budget or where.memory or process_memory()
     config = (OffloadConfig() if offload else None) if isinstance(offload, bool) else offload
-    chosen = choose(call, backend, save, chunk)
-    modes = chosen.backend.saves if save == "auto" else (save,)
     if config is not None and where.name in PRESETS and isinstance(config.host_limit, str):
         # A percentage is of the memory of the machine at hand, which is another one.
         config = replace(config, host_limit=_MUCH)
+    chosen = choose(call, backend, save, chunk, offload=config)
+    modes = chosen.backend.saves if save == "auto" else (save,)
     choices = [Choice(chosen.backend, mode, steps_of(chosen.backend, call, chunk), "") for mode in modes]
     if save == "auto" and config is None:
         choices += [way for way in ways(call, chosen.backend, save, choices[0].chunk, limit, where) if way.older[0]]
@@ -198,7 +198,7 @@ def plan(
         # What the link does not hide may be computed again instead.
         first, count = choices[0], len(lengths_of(call, choices[0].chunk))
         choices += [first._replace(older=(count * part // 4, modes[-1])) for part in (1, 2, 3) if count * part // 4]
-        choices.append(choose(call, backend, save, chunk, None, config))
+        choices.append(chosen)
     if budget is not None:
         with suppress(ValueError):
             choices.append(within(call, (chosen.backend,), save, chunk, budget))

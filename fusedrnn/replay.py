@@ -36,8 +36,6 @@ class Surroundings:
         mine, theirs = (self.type, self.device, self.autocast), (other.type, other.device, other.autocast)
         return mine == theirs and devices == devices_ and all(map(torch.equal, [host, *states], [host_, *states_]))
 
-    __hash__ = None  # type: ignore[assignment]
-
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run what is inside as it would have run then, recorded by autograd; nothing of this remains afterwards."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedrnn.backends import Choice
-from fusedrnn.backends.base import PLAIN, ChunkedBackend, Variant
+from fusedrnn.backends.base import PLAIN, ChunkedBackend, Variant, stage_depth
 from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.cells import CellSpec, States, Weights
 from fusedrnn.chunking import Plan, Stack, tasks
@@ -75,12 +75,8 @@ def run_stages(
     seeds: Tensor | None,
     run_stage: Callable[..., tuple[States, States]],
 ) -> tuple[States, States]:
-    """Run the layers in stages: chunks pass through all layers of a stage before the next chunk starts.
-
-    A stage ends where a layer must be complete before the next one starts: between bidirectional layers, and where
-    dropout is drawn.
-    """
-    depth = 1 if directions == 2 or dropout else len(layers)
+    """Run the layers in stages: chunks pass through all layers of a stage before the next chunk starts."""
+    depth = stage_depth(len(layers), directions, dropout)
     finals = []
     out: States = (x,)
     for first in range(0, len(layers), depth * directions):

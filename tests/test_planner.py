@@ -126,10 +126,15 @@ SHAPES = [
 ]
 
 
+def chunks_of(modes, lengths, mix):
+    """Return the mode of each chunk of a mix, and its bytes."""
+    chosen = [modes[mix.older[1] if k < mix.older[0] else mix.save] for k in range(len(lengths))]
+    return chosen, [int(n * mode.nbytes) or 1 for n, mode in zip(lengths, chosen, strict=True)]
+
+
 def virtual_seconds(modes, lengths, mix):
     """Return the seconds of a step on the simulated device, whose memory holds what a mix saves and no more."""
-    chosen = [modes[mix.older[1] if k < mix.older[0] else mix.save] for k in range(len(lengths))]
-    sizes = [int(n * mode.nbytes) or 1 for n, mode in zip(lengths, chosen, strict=True)]
+    chosen, sizes = chunks_of(modes, lengths, mix)
     seconds = [n * mode.seconds for n, mode in zip(lengths, chosen, strict=True)]
     found = forecast(sizes, seconds, seconds, config=OffloadConfig(occupancy_limit=1.0), memory=sum(sizes))
     assert not found.moved
@@ -171,8 +176,7 @@ def test_a_mix_beats_every_single_mode_where_there_is_room_for_some_gates():
 
 def moving_seconds(modes, lengths, mix, limit, link):
     """Return the seconds of a step on a simulated device that has the ring's slots beyond a limit."""
-    chosen = [modes[mix.older[1] if k < mix.older[0] else mix.save] for k in range(len(lengths))]
-    sizes = [int(n * mode.nbytes) or 1 for n, mode in zip(lengths, chosen, strict=True)]
+    chosen, sizes = chunks_of(modes, lengths, mix)
     forward = [n * mode.forward for n, mode in zip(lengths, chosen, strict=True)]
     backward = [n * (mode.seconds - mode.forward) for n, mode in zip(lengths, chosen, strict=True)]
     config = OffloadConfig(occupancy_limit=1.0, low_watermark=1.0, host_limit=1 << 50)

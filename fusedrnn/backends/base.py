@@ -91,8 +91,8 @@ class Call:
 
     @property
     def stages(self) -> int:
-        """How many times chunks run over all timesteps: a stage ends where a layer must be complete before the next."""
-        return self.layers if self.directions == 2 or self.dropout else 1
+        """How many times chunks run over all timesteps; see `stage_depth`."""
+        return self.layers // stage_depth(self.layers, self.directions, self.dropout)
 
     def step_bytes(self, save: str) -> int:
         """Bytes that mode `save` keeps per timestep for the backward pass, beyond the layer's own outputs."""
@@ -144,6 +144,15 @@ def tf32_allowed() -> bool:
     if asked == "none":
         asked = torch.backends.fp32_precision  # type: ignore[attr-defined]  # torch's stubs lack it
     return asked == "tf32"
+
+
+def stage_depth(layers: int, directions: int, dropout: float) -> int:
+    """Return how many layers the chunks of a stage pass through before the next chunk starts.
+
+    A stage ends where a layer must be complete before the next one starts: between bidirectional layers, and where
+    dropout is drawn.
+    """
+    return 1 if directions == 2 or dropout else layers
 
 
 def onednn_allowed() -> bool:

@@ -75,13 +75,13 @@ def best_moving_mix(
         most: Bytes that the host has room for; None fits where all modes exceed both.
         bytes_per_second: Speed of the link, each way.
     """
-    borders = sorted({len(lengths) * part // _PARTS for part in range(_PARTS)})
+    borders = sorted({len(lengths) * part // _PARTS for part in range(1, _PARTS)} - {0})
     found = []
     for small, large in combinations_with_replacement(sorted(modes, key=lambda mode: mode.nbytes), 2):
         for older in borders if small != large else [0]:
             chosen = [small] * older + [large] * (len(lengths) - older)
             sizes = [n * mode.nbytes for n, mode in zip(lengths, chosen, strict=True)]
-            if (small != large and older == 0) or sum(sizes) > limit + most:
+            if sum(sizes) > limit + most:
                 continue
             forward = [n * mode.forward for n, mode in zip(lengths, chosen, strict=True)]
             backward = [n * (mode.seconds - mode.forward) for n, mode in zip(lengths, chosen, strict=True)]

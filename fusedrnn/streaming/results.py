@@ -27,6 +27,11 @@ class _Block:
         self.handle: Any = None
 
 
+def append_shared(items: list[Any], item: Any) -> None:
+    """Append an item, or the last one once more where they are equal: one object then serves many segments."""
+    items.append(items[-1] if items and items[-1] == item else item)
+
+
 class Records:
     """Tensors of segments, numbered from 0, gathered in slots of a stack.
 
@@ -47,8 +52,6 @@ class Records:
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors of the next segment to the end of the present slot, or to a new one."""
         like = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        # One object for all segments that are alike.
-        like = self._likes[-1] if self._likes and like == self._likes[-1] else like
         nbytes = sum(aligned(tensor.nbytes) for tensor in tensors)
         if self._slot is not None and self._filled + nbytes > self._slot.buffer.numel():
             self.close()
@@ -62,7 +65,7 @@ class Records:
             part.copy_(tensor)
         self._blocks.append(block)
         self._starts.append(self._filled)
-        self._likes.append(like)
+        append_shared(self._likes, like)
         self._filled += nbytes
         self._total += nbytes
 

@@ -21,7 +21,7 @@ from fusedrnn.layout import SequenceLayout
 from fusedrnn.offload import OffloadHooks
 from fusedrnn.offload.resident import ResidentStack
 from fusedrnn.replay import Surroundings, as_leaf, gradients, now, reached, require_unchanged, unhooked
-from fusedrnn.streaming.results import Records, Result
+from fusedrnn.streaming.results import Records, Result, append_shared
 from fusedrnn.streaming.sources import Source
 from fusedrnn.streaming.transfer import Departures, arrivals
 
@@ -180,9 +180,7 @@ class _Pass:
         return result.value(), states, choice
 
     def _remember(self, x: Tensor, states: States) -> None:
-        here = Surroundings(x)
-        # Most are like the one before, and then one object serves both.
-        self.surroundings.append(self.surroundings[-1] if self.surroundings[-1:] == [here] else here)
+        append_shared(self.surroundings, Surroundings(x))
         self.records.add([*states] if self.source.again else [*states, x])
 
     def _loss(self, y: Tensor, at: slice) -> Tensor:
