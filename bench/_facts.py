@@ -18,8 +18,8 @@ import fusedrnn
 from fusedrnn.backends.base import tf32_allowed
 from fusedrnn.bench._report import commit, device_name, triton_version
 from fusedrnn.kernels._device import DeviceInfo, device_info
-from fusedrnn.offload.config import OffloadConfig, process_memory
-from fusedrnn.offload.device import CudaDevice
+from fusedrnn.offloading.config import OffloadConfig, process_memory
+from fusedrnn.offloading.device import CudaDevice
 
 
 @dataclass(frozen=True)

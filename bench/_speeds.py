@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from fusedrnn.bench._facts import Fact, Gpu, size
-from fusedrnn.offload.device import CudaDevice, Device, Span, ThreadDevice
+from fusedrnn.offloading.device import CudaDevice, Device, Span, ThreadDevice
 
 SIZES = tuple(64 << 10 << 2 * k for k in range(7))
 """Bytes of a copy, from 64 KiB to 256 MiB."""

@@ -9,8 +9,8 @@ from rich.text import Text
 import fusedrnn
 from fusedrnn.bench._report import console, row
 from fusedrnn.bench.offload import CHUNK, LINK
-from fusedrnn.offload.forecast import Forecast, forecast
-from fusedrnn.offload.simulated import Work
+from fusedrnn.offloading.forecast import Forecast, forecast
+from fusedrnn.offloading.simulated import Work
 
 ROWS = ("compute", "spill", "fetch")
 COLOURS = {"compute": ("#2f6f4f", "#54b17f"), "spill": ("#8a5a00", "#e0a030"), "fetch": ("#1f4f8f", "#5a9fe8")}
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.png:
         draw(found, args.png)
     shape = f"chunks={args.chunks} ring={args.ring} prefetch={args.prefetch} x={args.copy:g}"
-    return [row("fusedrnn.offload", "simulated", "time_over_none", shape, [ratio])]
+    return [row("fusedrnn.offloading", "simulated", "time_over_none", shape, [ratio])]
 
 
 def picture(found: Forecast, width: int) -> list[Text]:

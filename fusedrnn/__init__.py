@@ -4,10 +4,10 @@ from importlib import import_module as _import_module
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
-from fusedrnn.convert import convert, convert_back
+from fusedrnn.conversion import convert, convert_back
 from fusedrnn.functional import lstm
 from fusedrnn.modules import GRU, LSTM
-from fusedrnn.offload import OffloadConfig, OffloadHostFull, offload
+from fusedrnn.offloading import OffloadConfig, OffloadHostFull, offload
 
 if TYPE_CHECKING:
     from fusedrnn.dynamic import dynamic_rnn

@@ -5,7 +5,7 @@ from functools import lru_cache
 from fusedrnn.backends import BACKENDS, Choice, lengths_of, mixes, steps_of
 from fusedrnn.backends.base import Backend, Call
 from fusedrnn.backends.mix import Mode, best_mix, best_moving_mix
-from fusedrnn.offload import OffloadConfig
+from fusedrnn.offloading import OffloadConfig
 
 _CPU_GATES_BYTES = 32 << 20
 """On the CPU, larger activations are faster computed again than kept: a larger block is mapped and zeroed by the kernel

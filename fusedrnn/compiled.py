@@ -15,7 +15,7 @@ from fusedrnn.cells import CELLS, CellSpec, States, Weights
 from fusedrnn.choice import choose
 from fusedrnn.chunking import Plan, tasks
 from fusedrnn.layout import SequenceLayout
-from fusedrnn.offload.resident import ResidentStack
+from fusedrnn.offloading.resident import ResidentStack
 from fusedrnn.sequence import backward_pass, forward_pass
 
 

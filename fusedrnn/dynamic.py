@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedrnn import _checks
-from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
+from fusedrnn.offloading import OffloadConfig, OffloadHooks, offloader
 from fusedrnn.recompute import recompute
 from fusedrnn.stepping import Loop
 

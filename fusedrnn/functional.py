@@ -17,7 +17,7 @@ from fusedrnn.cells import LSTM, CellSpec, States, Weights, state_dtype
 from fusedrnn.choice import choose
 from fusedrnn.compiled import run as run_compiled
 from fusedrnn.layout import SequenceLayout
-from fusedrnn.offload import OffloadConfig, OffloadHooks, innermost, offloader
+from fusedrnn.offloading import OffloadConfig, OffloadHooks, innermost, offloader
 from fusedrnn.stages import run_choice, run_stages
 
 

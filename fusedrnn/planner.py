@@ -15,9 +15,9 @@ from fusedrnn.cells import CELLS
 from fusedrnn.choice import choose
 from fusedrnn.machine import PRESETS, Machine, machine
 from fusedrnn.memory import footprint
-from fusedrnn.offload import OffloadConfig
-from fusedrnn.offload.config import process_memory
-from fusedrnn.offload.forecast import Forecast, forecast
+from fusedrnn.offloading import OffloadConfig
+from fusedrnn.offloading.config import process_memory
+from fusedrnn.offloading.forecast import Forecast, forecast
 
 _MUCH = 1 << 50
 _MOST_CHUNKS = 2000

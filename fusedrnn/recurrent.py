@@ -11,7 +11,7 @@ from fusedrnn import _checks
 from fusedrnn.cells import CellSpec, States, Weights
 from fusedrnn.functional import Options, check_resets, check_states, run_layers
 from fusedrnn.layout import SequenceLayout
-from fusedrnn.offload import OffloadConfig, OffloadHooks, offloader
+from fusedrnn.offloading import OffloadConfig, OffloadHooks, offloader
 
 if TYPE_CHECKING:
     from fusedrnn.streaming import ChunkLoss

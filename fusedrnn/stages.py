@@ -14,8 +14,8 @@ from fusedrnn.backends.onednn import OneDNN
 from fusedrnn.cells import CellSpec, States, Weights
 from fusedrnn.chunking import Plan, Stack, tasks
 from fusedrnn.layout import SequenceLayout
-from fusedrnn.offload import OffloadHooks
-from fusedrnn.offload.resident import ResidentStack
+from fusedrnn.offloading import OffloadHooks
+from fusedrnn.offloading.resident import ResidentStack
 from fusedrnn.sequence import run
 
 

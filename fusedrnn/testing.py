@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fusedrnn.offload import OffloadConfig, OffloadHooks
+from fusedrnn.offloading import OffloadConfig, OffloadHooks
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-10, 1e-12),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fusedrnn.dynamic import dynamic_rnn
-from fusedrnn.offload import OffloadConfig, offload, offloader
+from fusedrnn.offloading import OffloadConfig, offload, offloader
 from fusedrnn.testing import full_device
 
 T, B = 40, 4

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
 from fusedrnn import OffloadConfig
-from fusedrnn.offload import OffloadHooks
-from fusedrnn.offload.device import ThreadDevice
-from fusedrnn.offload.scheduler import Scheduler
+from fusedrnn.offloading import OffloadHooks
+from fusedrnn.offloading.device import ThreadDevice
+from fusedrnn.offloading.scheduler import Scheduler
 from fusedrnn.testing import assert_close, full_device, offload_all, results, twin
 
 KINDS = {

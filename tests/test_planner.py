@@ -12,8 +12,8 @@ from fusedrnn.backends.mix import Mode, best_mix, best_moving_mix
 from fusedrnn.choice import choose
 from fusedrnn.costs import step_seconds
 from fusedrnn.machine import PRESETS, machine
-from fusedrnn.offload import OffloadConfig
-from fusedrnn.offload.forecast import forecast
+from fusedrnn.offloading import OffloadConfig
+from fusedrnn.offloading.forecast import forecast
 from fusedrnn.testing import full_device
 
 MODES = ("gates", "cells", "hidden")

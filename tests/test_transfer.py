@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fusedrnn
-from fusedrnn.offload.device import ThreadDevice
-from fusedrnn.offload.simulated import SimulatedDevice
+from fusedrnn.offloading.device import ThreadDevice
+from fusedrnn.offloading.simulated import SimulatedDevice
 from fusedrnn.streaming import transfer
 
 N = 8

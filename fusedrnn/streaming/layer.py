@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fusedrnn import _checks
 from fusedrnn.cells import States, Weights
 from fusedrnn.layout import SequenceLayout
-from fusedrnn.offload import innermost
+from fusedrnn.offloading import innermost
 from fusedrnn.streaming.segments import OUTPUTS, ChunkLoss, Streamed, segment_steps, stream
 from fusedrnn.streaming.sources import Source, source_of
 from fusedrnn.streaming.transfer import arrivals

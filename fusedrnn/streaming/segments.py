@@ -18,8 +18,8 @@ from fusedrnn.backends import Choice
 from fusedrnn.cells import CellSpec, States, Weights, state_dtype
 from fusedrnn.functional import Options, initial_states, run_layers
 from fusedrnn.layout import SequenceLayout
-from fusedrnn.offload import OffloadHooks
-from fusedrnn.offload.resident import ResidentStack
+from fusedrnn.offloading import OffloadHooks
+from fusedrnn.offloading.resident import ResidentStack
 from fusedrnn.replay import Surroundings, as_leaf, gradients, now, reached, require_unchanged, unhooked
 from fusedrnn.streaming.results import Records, Result, append_shared
 from fusedrnn.streaming.sources import Source

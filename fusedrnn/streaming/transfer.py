@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrnn.offload.device import CudaDevice, Device, Span
+from fusedrnn.offloading.device import CudaDevice, Device, Span
 
 _END = object()
 _AHEAD = 2

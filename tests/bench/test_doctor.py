@@ -12,8 +12,8 @@ from fusedrnn.backends import BACKENDS, triton_base
 from fusedrnn.bench import _facts, _speeds, _support, doctor
 from fusedrnn.bench.__main__ import main
 from fusedrnn.kernels._device import B200, H100
-from fusedrnn.offload import config
-from fusedrnn.offload.device import ThreadDevice
+from fusedrnn.offloading import config
+from fusedrnn.offloading.device import ThreadDevice
 
 GIB = 1 << 30
 GPU = _facts.Gpu(0, "H100", H100, integrated=False, usable=80 * GIB, allocated=8 * GIB, reserved=9 * GIB, free=70 * GIB)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from fusedrnn.offload.entry import State
-from fusedrnn.offload.proof import run_program
-from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.stats import Counters, add_up
+from fusedrnn.offloading.entry import State
+from fusedrnn.offloading.proof import run_program
+from fusedrnn.offloading.scheduler import Scheduler
+from fusedrnn.offloading.stats import Counters, add_up
 
 SEEDS = 6000
 """Programs in each half of the proof; 100,000 run by `python -m fusedrnn.bench offload --prove 100000`."""

@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 
-from fusedrnn.offload import OffloadConfig, OffloadHostFull
-from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.simulated import SimulatedDevice
-from fusedrnn.offload.stack import ActivationStack
+from fusedrnn.offloading import OffloadConfig, OffloadHostFull
+from fusedrnn.offloading.scheduler import Scheduler
+from fusedrnn.offloading.simulated import SimulatedDevice
+from fusedrnn.offloading.stack import ActivationStack
 
 SIZE = 4096
 pytestmark = pytest.mark.filterwarnings("ignore:offloading has no pinned host memory left")

@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 
-from fusedrnn.offload import OffloadConfig, Offloader
+from fusedrnn.offloading import OffloadConfig, Offloader
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fusedrnn._checks import size
-from fusedrnn.offload.device import Device
-from fusedrnn.offload.policy import Speeds
+from fusedrnn.offloading.device import Device
+from fusedrnn.offloading.policy import Speeds
 
 _WEIGHT = 0.25
 _SAMPLED = 8

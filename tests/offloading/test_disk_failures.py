@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fusedrnn
-from fusedrnn.offload import OffloadConfig, OffloadHostFull, offload
-from fusedrnn.offload.device import ThreadDevice
-from fusedrnn.offload.scheduler import Scheduler
+from fusedrnn.offloading import OffloadConfig, OffloadHostFull, offload
+from fusedrnn.offloading.device import ThreadDevice
+from fusedrnn.offloading.scheduler import Scheduler
 
 CPU = torch.device("cpu")
 TIERS = ("direct", "third")
@@ -163,7 +163,7 @@ def test_a_read_that_fails_for_good_is_an_error_and_the_next_step_exact(tmp_path
 
 def test_data_lost_after_a_write_is_never_read_as_good(tmp_path, want, faulty, monkeypatch):
     """The system may report late that it could not write what it had taken."""
-    from fusedrnn.offload import disk
+    from fusedrnn.offloading import disk
 
     def fail(fd, start, nbytes, flags):
         if flags == disk._FINISH:

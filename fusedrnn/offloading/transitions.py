@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from fusedrnn.offload.config import OffloadConfig
-from fusedrnn.offload.device import Device, Span
-from fusedrnn.offload.disk import BLOCK
-from fusedrnn.offload.entry import Entry, State
-from fusedrnn.offload.host import HostPool
-from fusedrnn.offload.ring import Ring, Slot
-from fusedrnn.offload.stats import Counters, Recorder
+from fusedrnn.offloading.config import OffloadConfig
+from fusedrnn.offloading.device import Device, Span
+from fusedrnn.offloading.disk import BLOCK
+from fusedrnn.offloading.entry import Entry, State
+from fusedrnn.offloading.host import HostPool
+from fusedrnn.offloading.ring import Ring, Slot
+from fusedrnn.offloading.stats import Counters, Recorder
 
 _AWAY = (State.HOST, State.WRITING, State.DISK, State.READING)
 _MOST_EXTENT = 16 << 30

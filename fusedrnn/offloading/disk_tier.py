@@ -21,10 +21,10 @@ import time
 from itertools import islice
 from typing import Any
 
-from fusedrnn.offload import policy
-from fusedrnn.offload.entry import Entry, State
-from fusedrnn.offload.host import HostSlot
-from fusedrnn.offload.transitions import Transitions
+from fusedrnn.offloading import policy
+from fusedrnn.offloading.entry import Entry, State
+from fusedrnn.offloading.host import HostSlot
+from fusedrnn.offloading.transitions import Transitions
 
 _LOOKED_AT = 16
 """Entries looked at in search of one to write: where all of them could not be written, the disk is left alone."""

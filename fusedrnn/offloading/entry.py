@@ -3,8 +3,8 @@
 from enum import Enum
 from typing import Any
 
-from fusedrnn.offload.host import HostSlot
-from fusedrnn.offload.ring import Slot
+from fusedrnn.offloading.host import HostSlot
+from fusedrnn.offloading.ring import Slot
 
 
 class State(Enum):

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fusedrnn.offload.device import Device, Span
+from fusedrnn.offloading.device import Device, Span
 
 _LEAST_SLAB = 1 << 20
 

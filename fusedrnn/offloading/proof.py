@@ -1,7 +1,7 @@
 """Random programs against the scheduler on the simulated device: every one must be free of races and of wrong values.
 
-    python -m fusedrnn.offload.proof --seeds 100000
-    python -m fusedrnn.offload.proof --seeds 20000 --disk third
+    python -m fusedrnn.offloading.proof --seeds 100000
+    python -m fusedrnn.offloading.proof --seeds 20000 --disk third
 
 A program pushes buffers of several sizes on one or two stacks and streams, under a ring, a host pool and an occupancy
 that are drawn too, and then reads them in one of the ways in which a backward pass can go, or not at all.
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from fusedrnn.offload.config import OffloadConfig
-from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.simulated import SimulatedDevice, View
-from fusedrnn.offload.stack import ActivationStack, OffloadHandle
-from fusedrnn.offload.stats import Counters
+from fusedrnn.offloading.config import OffloadConfig
+from fusedrnn.offloading.scheduler import Scheduler
+from fusedrnn.offloading.simulated import SimulatedDevice, View
+from fusedrnn.offloading.stack import ActivationStack, OffloadHandle
+from fusedrnn.offloading.stats import Counters
 
 DISKS = ("none", "direct", "third")
 """No disk; one that takes the host's place, as on a CPU; one below the host."""
@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import track
 
-    parser = argparse.ArgumentParser(prog="python -m fusedrnn.offload.proof", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m fusedrnn.offloading.proof", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=100_000, help="programs to run (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")

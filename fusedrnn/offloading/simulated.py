@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedrnn.offload.device import Span
-from fusedrnn.offload.simulated_memory import STREAMS, Access, Allocation, Event, Memory, Stream, View
+from fusedrnn.offloading.device import Span
+from fusedrnn.offloading.simulated_memory import STREAMS, Access, Allocation, Event, Memory, Stream, View
 
 
 class Deadlock(AssertionError):

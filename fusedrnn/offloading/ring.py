@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrnn.offload.device import Device
+from fusedrnn.offloading.device import Device
 
 
 class Slot:

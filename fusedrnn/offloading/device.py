@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fusedrnn.offload.config import process_memory
-from fusedrnn.offload.disk import Extent, new_extent
-from fusedrnn.offload.threads import Span, ThreadEvent, ThreadStream
+from fusedrnn.offloading.config import process_memory
+from fusedrnn.offloading.disk import Extent, new_extent
+from fusedrnn.offloading.threads import Span, ThreadEvent, ThreadStream
 
 __all__ = ["CudaDevice", "Device", "Span", "ThreadDevice", "storage_holders"]
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
 import fusedrnn
-from fusedrnn.convert import convert, convert_back
+from fusedrnn.conversion import convert, convert_back
 from fusedrnn.testing import assert_close, full_device, results
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusedrnn.offload.config import OffloadConfig
-from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.simulated import SimulatedDevice, Work
-from fusedrnn.offload.stack import ActivationStack
-from fusedrnn.offload.stats import Counters
+from fusedrnn.offloading.config import OffloadConfig
+from fusedrnn.offloading.scheduler import Scheduler
+from fusedrnn.offloading.simulated import SimulatedDevice, Work
+from fusedrnn.offloading.stack import ActivationStack
+from fusedrnn.offloading.stats import Counters
 
 
 @dataclass(frozen=True)

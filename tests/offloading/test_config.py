@@ -2,9 +2,9 @@
 
 import pytest
 
-from fusedrnn.offload import OffloadConfig
-from fusedrnn.offload.config import process_memory
-from fusedrnn.offload.forecast import forecast
+from fusedrnn.offloading import OffloadConfig
+from fusedrnn.offloading.config import process_memory
+from fusedrnn.offloading.forecast import forecast
 
 SIZE = 1 << 20
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fusedrnn.offload.disk import Extent
+from fusedrnn.offloading.disk import Extent
 
 
 class Span(NamedTuple):

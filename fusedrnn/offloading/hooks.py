@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from fusedrnn.offload.config import OffloadConfig
-from fusedrnn.offload.device import storage_holders
-from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.stack import Offloader, OffloadHandle, ReservedSlot
+from fusedrnn.offloading.config import OffloadConfig
+from fusedrnn.offloading.device import storage_holders
+from fusedrnn.offloading.scheduler import Scheduler
+from fusedrnn.offloading.stack import Offloader, OffloadHandle, ReservedSlot
 
 _RECURS = 3
 """Saved this often, a tensor is one that every step uses again."""

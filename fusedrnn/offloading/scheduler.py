@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedrnn.offload import policy
-from fusedrnn.offload.config import OffloadConfig
-from fusedrnn.offload.decisions import Decisions
-from fusedrnn.offload.device import Device
-from fusedrnn.offload.entry import Entry, State
-from fusedrnn.offload.policy import Pressure
-from fusedrnn.offload.ring import Slot
-from fusedrnn.offload.stats import Counters, trace_events
-from fusedrnn.offload.transitions import from_newest
+from fusedrnn.offloading import policy
+from fusedrnn.offloading.config import OffloadConfig
+from fusedrnn.offloading.decisions import Decisions
+from fusedrnn.offloading.device import Device
+from fusedrnn.offloading.entry import Entry, State
+from fusedrnn.offloading.policy import Pressure
+from fusedrnn.offloading.ring import Slot
+from fusedrnn.offloading.stats import Counters, trace_events
+from fusedrnn.offloading.transitions import from_newest
 
 
 class Scheduler(Decisions):

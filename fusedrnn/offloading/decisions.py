@@ -5,14 +5,14 @@ from itertools import islice
 
 import torch
 
-from fusedrnn.offload import policy
-from fusedrnn.offload.config import OffloadConfig, OffloadHostFull
-from fusedrnn.offload.device import Device
-from fusedrnn.offload.disk_tier import DiskTier
-from fusedrnn.offload.entry import Entry, State
-from fusedrnn.offload.policy import Pressure
-from fusedrnn.offload.ring import Slot
-from fusedrnn.offload.transitions import from_newest
+from fusedrnn.offloading import policy
+from fusedrnn.offloading.config import OffloadConfig, OffloadHostFull
+from fusedrnn.offloading.device import Device
+from fusedrnn.offloading.disk_tier import DiskTier
+from fusedrnn.offloading.entry import Entry, State
+from fusedrnn.offloading.policy import Pressure
+from fusedrnn.offloading.ring import Slot
+from fusedrnn.offloading.transitions import from_newest
 
 _LOOKED_AT = 16
 """Tensors looked at in search of one to spill."""

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import fusedrnn
-from fusedrnn.offload import OffloadConfig, Offloader, offload
-from fusedrnn.offload.device import ThreadDevice
-from fusedrnn.offload.disk import Extent
-from fusedrnn.offload.forecast import forecast
-from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.stack import ActivationStack
+from fusedrnn.offloading import OffloadConfig, Offloader, offload
+from fusedrnn.offloading.device import ThreadDevice
+from fusedrnn.offloading.disk import Extent
+from fusedrnn.offloading.forecast import forecast
+from fusedrnn.offloading.scheduler import Scheduler
+from fusedrnn.offloading.stack import ActivationStack
 
 CPU = torch.device("cpu")
 SIZE = 1 << 16

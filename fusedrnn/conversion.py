@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fusedrnn.modules import GRU, LSTM
-from fusedrnn.offload import OffloadConfig, OffloadHooks
+from fusedrnn.offloading import OffloadConfig, OffloadHooks
 
 _OURS: dict[type[nn.Module], type[nn.Module]] = {nn.LSTM: LSTM, nn.GRU: GRU}
 """Torch's layers, and what each becomes."""

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fusedrnn.offload import OffloadConfig, offload
-from fusedrnn.offload.entry import State
+from fusedrnn.offloading import OffloadConfig, offload
+from fusedrnn.offloading.entry import State
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:offloading has no pinned host memory left")

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrnn.offload.config import OffloadConfig
-from fusedrnn.offload.device import CudaDevice, Device, ThreadDevice
-from fusedrnn.offload.entry import Entry, State
-from fusedrnn.offload.resident import ResidentStack
-from fusedrnn.offload.ring import Slot
-from fusedrnn.offload.scheduler import Scheduler
-from fusedrnn.offload.stats import Counters, add_up, describe
+from fusedrnn.offloading.config import OffloadConfig
+from fusedrnn.offloading.device import CudaDevice, Device, ThreadDevice
+from fusedrnn.offloading.entry import Entry, State
+from fusedrnn.offloading.resident import ResidentStack
+from fusedrnn.offloading.ring import Slot
+from fusedrnn.offloading.scheduler import Scheduler
+from fusedrnn.offloading.stats import Counters, add_up, describe
 
 
 class ReservedSlot:
