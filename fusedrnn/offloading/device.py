@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fusedrnn.offloading.accounts import Account, process_account
 from fusedrnn.offloading.config import process_memory
 from fusedrnn.offloading.disk import Extent, new_extent
 from fusedrnn.offloading.threads import Span, ThreadEvent, ThreadStream
@@ -53,7 +54,7 @@ class Device(Protocol):
     def synchronize(self, event: Any) -> None:
         """Block the host until `event` has been reached."""
 
-    def failure(self, event: Any) -> OSError | None:
+    def failure(self, event: Any) -> Exception | None:
         """Return what went wrong with the copy from or to a file that came before `event`, which was reached."""
 
     def elapsed(self, start: Any, end: Any) -> float | None:
@@ -74,6 +75,15 @@ class Device(Protocol):
 
     def copy(self, stream: Any, target: Span, source: Span) -> None:
         """Copy bytes on `stream`."""
+
+    def record_stream(self, buffer: Any, stream: Any) -> None:
+        """Let a buffer that others allocated return to its allocator after what is on `stream` now."""
+
+    def finish(self) -> None:
+        """Block the host until all that was put on any stream of the device has run."""
+
+    def account(self, folder: str | os.PathLike[str] | None = None) -> Account:
+        """Return what counts the pinned memory of all offloaders together, or the files where `folder` is."""
 
     def holders(self, buffer: Any) -> int:
         """Return how many tensors besides `buffer` itself share its memory."""
@@ -101,9 +111,8 @@ def storage_holders(buffer: Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 2
 
 
-def _failure(event: Any) -> OSError | None:
-    error = getattr(event, "error", None)
-    return error if isinstance(error, OSError) else None
+def _failure(event: Any) -> Exception | None:
+    return getattr(event, "error", None)
 
 
 class CudaDevice:
@@ -161,7 +170,7 @@ class CudaDevice:
         """See `Device.synchronize`."""
         event.synchronize()
 
-    def failure(self, event: torch.cuda.Event | ThreadEvent) -> OSError | None:
+    def failure(self, event: torch.cuda.Event | ThreadEvent) -> Exception | None:
         """See `Device.failure`."""
         return _failure(event)
 
@@ -208,6 +217,18 @@ class CudaDevice:
             target.buffer[target.start : target.stop].copy_(
                 source.buffer[source.start : source.stop], non_blocking=True
             )
+
+    def record_stream(self, buffer: Tensor, stream: torch.cuda.Stream) -> None:
+        """See `Device.record_stream`."""
+        buffer.record_stream(stream)
+
+    def finish(self) -> None:
+        """See `Device.finish`."""
+        torch.cuda.synchronize(self.device)
+
+    def account(self, folder: str | os.PathLike[str] | None = None) -> Account:
+        """See `Device.account`."""
+        return process_account(folder)
 
     def holders(self, buffer: Tensor) -> int:
         """See `Device.holders`."""
@@ -280,7 +301,7 @@ class ThreadDevice:
         """See `Device.synchronize`."""
         event.synchronize()
 
-    def failure(self, event: ThreadEvent) -> OSError | None:
+    def failure(self, event: ThreadEvent) -> Exception | None:
         """See `Device.failure`."""
         return _failure(event)
 
@@ -306,6 +327,16 @@ class ThreadDevice:
     def copy(self, stream: ThreadStream, target: Span, source: Span) -> None:
         """See `Device.copy`."""
         stream.copy(target, source)
+
+    def record_stream(self, buffer: Tensor, stream: Any) -> None:
+        """See `Device.record_stream`: the host waits before it lets go of memory."""
+
+    def finish(self) -> None:
+        """See `Device.finish`: what the caller did is done."""
+
+    def account(self, folder: str | os.PathLike[str] | None = None) -> Account:
+        """See `Device.account`."""
+        return process_account(folder)
 
     def holders(self, buffer: Tensor) -> int:
         """See `Device.holders`."""

@@ -1,5 +1,7 @@
 """A pushed buffer, and where its bytes are."""
 
+import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -46,18 +48,21 @@ class Entry:
         sequence: Its place in the order of the pushes.
         state: RESIDENT, or KEPT where it may not go to the host.
         timed: Whether its times are taken.
+        generation: Of the scheduler's state to which it belongs.
     """
 
     __slots__ = (
         "changed",
         "d2h",
         "disk",
+        "generation",
         "h2d",
         "host",
         "io",
         "nbytes",
         "newer",
         "older",
+        "owner",
         "readers",
         "ready",
         "saved",
@@ -71,7 +76,19 @@ class Entry:
         "written",
     )
 
-    def __init__(self, nbytes: int, slot: Slot, stream: Any, ready: Any, sequence: int, state: State, timed: bool):
+    def __init__(
+        self,
+        nbytes: int,
+        slot: Slot,
+        stream: Any,
+        ready: Any,
+        sequence: int,
+        state: State,
+        timed: bool,
+        generation: int,
+    ):
+        self.generation = generation
+        self.owner: Owner | None = None
         self.nbytes, self.stream, self.ready, self.sequence, self.state = nbytes, stream, ready, sequence, state
         self.slot: Slot | None = slot
         self.host: HostSlot | None = None
@@ -111,4 +128,28 @@ class Entry:
         """Forget everything but that it is FREED."""
         self.state = State.FREED
         self.slot = self.host = self.disk = self.ready = self.d2h = self.h2d = self.io = None
-        self.start = self.older = self.newer = None
+        self.start = self.older = self.newer = self.owner = None
+        self.readers = []
+
+
+class Owner(weakref.ref[Any]):
+    """Refers to whoever a slot or an entry was given to, and is queued when that is gone.
+
+    `queue` is a function written in C (`deque.append`), so that no interrupt can come between the end of the owner and
+    the note of it, and so that a finalizer that runs in the midst of anything does nothing else.
+
+    Args:
+        owner: Who has it.
+        queue: Called with this object when the owner is gone.
+        item: What it has.
+    """
+
+    __slots__ = ("item",)
+
+    def __new__(cls, owner: Any, queue: Callable[["Owner"], None], item: Entry | Slot) -> "Owner":
+        """Return the reference."""
+        return super().__new__(cls, owner, queue)
+
+    def __init__(self, owner: Any, queue: Callable[["Owner"], None], item: Entry | Slot):
+        super().__init__(owner, queue)
+        self.item = item

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from fusedrnn.offloading.config import OffloadConfig
 from fusedrnn.offloading.device import storage_holders
 from fusedrnn.offloading.scheduler import Scheduler
-from fusedrnn.offloading.stack import Offloader, OffloadHandle, ReservedSlot
+from fusedrnn.offloading.stack import Offloader, OffloadHandle, ReservedSlot, adopt
 
 _RECURS = 3
 """Saved this often, a tensor is one that every step uses again."""
@@ -138,7 +138,7 @@ class _Packer:
         storage = _Storage(tensor.detach(), buffer, scheduler.device.current_stream())
         self._shared[memory._cdata, tensor._version] = storage
         if buffer.numel() >= self._chunk // _SMALL:
-            storage.hand_over(OffloadHandle(scheduler, scheduler.adopt(storage.source, buffer)))
+            storage.hand_over(adopt(scheduler, storage.source, buffer))
             return storage
         self._small.append(weakref.ref(storage))
         self._waiting += buffer.numel()
@@ -180,9 +180,11 @@ class _Packer:
         slot = ReservedSlot(scheduler, total)
         for storage in storages:
             slot.buffer[offset : offset + storage.buffer.numel()].copy_(storage.buffer)
+            # Somebody else may have allocated it, on whichever stream.
+            scheduler.device.record_stream(storage.buffer, storage.stream)
             places.append((storage, offset))
             offset += _aligned(storage)
-        handle = OffloadHandle(scheduler, slot.push())
+        handle = slot.push()
         for storage, offset in places:
             storage.hand_over(handle, offset)
         scheduler.counters.gathered += len(places)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fusedrnn.offloading.accounts import Account
 from fusedrnn.offloading.device import Device, Span
 
 _LEAST_SLAB = 1 << 20
@@ -37,7 +38,8 @@ class HostPool:
     Args:
         device: Whose events are waited for.
         allocate: Returns a slab of so many bytes, or None where there is none.
-        limit: Most bytes in slabs.
+        limit: Most bytes in slabs, of this and all other pools of the account together.
+        account: Counts them.
         alignment: What the size of slots is a multiple of.
         most: Size of the largest slabs.
     """
@@ -47,10 +49,12 @@ class HostPool:
         device: Device,
         allocate: Callable[[int], Any | None],
         limit: int,
+        account: Account,
         alignment: int = 256,
         most: int = 1 << 30,
     ):
-        self._device, self._allocate, self.limit, self._alignment, self._most = device, allocate, limit, alignment, most
+        self._device, self._allocate, self._alignment, self._most = device, allocate, alignment, most
+        self.limit, self.account = limit, account
         self._slabs: dict[int, Any] = {}
         self._sizes: dict[int, int] = {}
         self._next = 0
@@ -65,7 +69,7 @@ class HostPool:
     @property
     def capacity(self) -> int:
         """Bytes that it can hold, as far as is known."""
-        return self.reserved if self.failures else self.limit
+        return self.reserved if self.failures else self.limit - self.account.others(self)
 
     def take(self, nbytes: int) -> HostSlot | None:
         """Return a slot of `nbytes`, or None where the host has no room for it."""
@@ -93,10 +97,17 @@ class HostPool:
     def reserve(self, nbytes: int) -> bool:
         """Take a slab in which `nbytes` fit; return whether there was one."""
         least = _power(nbytes)
+        with self.account.lock:
+            if self.reserved + least > self.limit - self.account.others(self):
+                self.account.reclaim(self)
+            return self._reserve(least, self.limit - self.account.others(self))
+
+    def _reserve(self, least: int, limit: int) -> bool:
+        """Take a slab of at least `least` bytes, within `limit`."""
         size = max(least, min(max(_LEAST_SLAB, _power(self.reserved)), self._most))
-        while size > least and (self.reserved + size > self.limit or size >= self._refused):
+        while size > least and (self.reserved + size > limit or size >= self._refused):
             size //= 2
-        while size >= least and self.reserved + size <= self.limit and size < self._refused:
+        while size >= least and self.reserved + size <= limit and size < self._refused:
             self.calls += 1
             slab = self._allocate(size)
             if slab is not None:
@@ -111,13 +122,17 @@ class HostPool:
             size //= 2
         return False
 
-    def trim(self) -> int:
-        """Give back the slabs of which nothing is in use and return their bytes; the host waits for what reads them."""
+    def trim(self, wait: bool = True) -> int:
+        """Give back the slabs of which nothing is in use and return their bytes.
+
+        Args:
+            wait: Whether the host waits for what still reads or writes them; otherwise such slabs stay.
+        """
         self._merge()
         trimmed = 0
         for size, ranges in list(self._free.items()):
             for free in list(ranges):
-                if size == self._sizes[free.slab]:
+                if size == self._sizes[free.slab] and (wait or all(map(self._device.query, free.events))):
                     for event in free.events:
                         self._device.synchronize(event)
                     ranges.remove(free)

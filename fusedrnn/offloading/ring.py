@@ -20,7 +20,7 @@ class Slot:
         source: The tensor whose memory it is, where it is not the ring's but adopted. The slot is gone with its entry.
     """
 
-    __slots__ = ("buffer", "free", "home", "nbytes", "source", "start", "version", "writer")
+    __slots__ = ("buffer", "free", "generation", "home", "nbytes", "owner", "source", "start", "version", "writer")
 
     def __init__(self, buffer: Any, nbytes: int, home: Any, source: Tensor | None = None):
         self.buffer, self.nbytes, self.home, self.source = buffer, nbytes, home, source
@@ -30,6 +30,10 @@ class Slot:
         """Timed event at which its writer began, where times are taken."""
         self.writer: Any = None
         """Stream of the writer."""
+        self.owner: Any = None
+        """Who has reserved it, as an `Owner`."""
+        self.generation = 0
+        """Of the scheduler's state to which it belongs, while it is reserved."""
 
     def changed(self) -> bool:
         """Return whether an adopted tensor was changed in place since."""
@@ -73,7 +77,7 @@ class Ring:
         if slot.source is not None:
             self.drop(slot, events)
             return
-        slot.free, slot.start = events, None
+        slot.free, slot.start, slot.owner = events, None, None
         self._free.setdefault(slot.nbytes, deque()).append(slot)
         self.free += slot.nbytes
 
@@ -125,7 +129,7 @@ class Ring:
             self._device.wait(slot.home, event)
         if slot.source is None:
             self.held -= slot.nbytes
-        slot.buffer, slot.source, slot.free = None, None, ()
+        slot.buffer, slot.source, slot.free, slot.owner = None, None, (), None
 
     def lend(self, slot: Slot) -> None:
         """Leave a slot to somebody who refers to it: it is not the ring's until `take_back`."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusedrnn.offloading.accounts import Account
 from fusedrnn.offloading.device import Span
 from fusedrnn.offloading.simulated_memory import STREAMS, Access, Allocation, Event, Memory, Stream, View
 
@@ -69,6 +70,7 @@ class SimulatedDevice:
         self._pools: dict[tuple[int, int], list[Memory]] = {}
         self.work: list[Work] | None = [] if trace else None
         self.current = self.new_stream("compute")
+        self._accounts: dict[Any, Account] = {}
         self.capturing = False
         self.races: list[str] = []
         self.wrong: list[str] = []
@@ -132,7 +134,7 @@ class SimulatedDevice:
             if not self._step():
                 raise Deadlock("the host waits for an event that is never reached")
 
-    def failure(self, event: Event) -> OSError | None:
+    def failure(self, event: Event) -> Exception | None:
         """See `Device.failure`."""
         return event.error
 
@@ -187,6 +189,18 @@ class SimulatedDevice:
         reads, writes = [(from_, source.start, source.stop)], [(to, target.start, target.stop)]
         speed = self._disk_speed if stream.disk else self._speed
         self._run(stream, what, size / speed + self._latency, reads, writes, move)
+
+    def record_stream(self, buffer: Allocation, stream: Stream) -> None:
+        """See `Device.record_stream`; here, nobody adopts what others allocated."""
+
+    def finish(self) -> None:
+        """See `Device.finish`."""
+        for stream in self._streams:
+            self.synchronize(self.record(stream))
+
+    def account(self, folder: Any = None) -> Account:
+        """See `Device.account`: its own, since each device is a machine of its own."""
+        return self._accounts.setdefault(folder, Account())
 
     def holders(self, buffer: Allocation) -> int:
         """See `Device.holders`."""

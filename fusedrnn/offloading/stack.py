@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedrnn.offloading.config import OffloadConfig
 from fusedrnn.offloading.device import CudaDevice, Device, ThreadDevice
-from fusedrnn.offloading.entry import Entry, State
+from fusedrnn.offloading.entry import Entry
 from fusedrnn.offloading.resident import ResidentStack
 from fusedrnn.offloading.ring import Slot
 from fusedrnn.offloading.scheduler import Scheduler
@@ -22,33 +22,49 @@ class ReservedSlot:
     """A device buffer to be filled; it goes back by itself if it is never pushed."""
 
     def __init__(self, scheduler: Scheduler, nbytes: int):
-        self._slot: Slot | None = None
-        self._scheduler, self._nbytes = scheduler, nbytes
-        self._slot = slot = scheduler.reserve(nbytes)
-        self.buffer: Any = slot.buffer[:nbytes]
+        self.slot: Slot | None = None
+        """Set by the scheduler."""
+        self._scheduler, self.nbytes = scheduler, nbytes
+        scheduler.reserve(nbytes, self)
+        assert self.slot is not None
+        self.buffer: Any = self.slot.buffer[:nbytes]
         """uint8 [nbytes]; the current stream may write it, until it is pushed."""
 
-    def push(self, announced: int = 0) -> Entry:
-        """Take the content as final on the current stream."""
-        if self._slot is None:
+    def push(self) -> "OffloadHandle":
+        """Take the content as final on the current stream, and return its handle."""
+        if self.slot is None:
             raise RuntimeError("the slot was pushed before: `reserve` another")
-        slot, self._slot, self.buffer = self._slot, None, None
-        return self._scheduler.push(slot, self._nbytes, announced)
+        self.buffer = None
+        handle = OffloadHandle(self._scheduler)
+        self._scheduler.push(self, self.nbytes, handle)
+        return handle
 
     def __del__(self) -> None:
-        if self._slot is not None:
+        if self.slot is not None:
             # The view would count as somebody else's.
             self.buffer = None
-            self._scheduler.abandon_slot(self._slot)
+            self._scheduler.abandon(self.slot)
+
+
+def adopt(scheduler: Scheduler, source: Tensor, buffer: Tensor) -> "OffloadHandle":
+    """Return the handle of a tensor that somebody else made; see `Scheduler.adopt`."""
+    handle = OffloadHandle(scheduler)
+    scheduler.adopt(source, buffer, handle)
+    return handle
 
 
 class OffloadHandle:
-    """A pushed buffer. It is given back by `release`, or when the last reference to its handle goes."""
+    """A pushed buffer. It is given back by `release`, or when the last reference to its handle goes.
 
-    __slots__ = ("_entry", "_scheduler")
+    It is made before there is anything to hold, so that no interrupt comes between a push and its handle.
+    """
 
-    def __init__(self, scheduler: Scheduler, entry: Entry):
-        self._scheduler, self._entry = scheduler, entry
+    __slots__ = ("__weakref__", "_scheduler", "entry")
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self.entry: Entry = None  # type: ignore[assignment]
+        """Set by the scheduler."""
 
     def get(self, writable: bool = False) -> Any:
         """Return the buffer with the content that was pushed, uint8 [nbytes], safe to be read on the current stream.
@@ -65,31 +81,30 @@ class OffloadHandle:
         Raises:
             RuntimeError: If the handle was released.
         """
-        return self._scheduler.get(self._entry, writable)
+        return self._scheduler.get(self.entry, writable)
 
     def release(self) -> None:
         """Give the buffer back once everything put on the current stream so far has run; more than once does no harm.
 
         Tensors that `get` returned must not be used any more.
         """
-        self._scheduler.release(self._entry)
+        self._scheduler.release(self.entry)
 
     def keep(self) -> None:
         """Leave the buffer on the device, if it is there still."""
-        self._scheduler.keep(self._entry)
+        self._scheduler.keep(self.entry)
 
     def is_changed(self) -> bool:
         """Return whether it was adopted, and the user changed it in place since."""
-        return self._entry.is_changed()
+        return self.entry.is_changed()
 
     def is_adopted(self) -> bool:
         """Return whether it still is in the memory from which it was adopted."""
-        slot = self._entry.slot
+        slot = self.entry.slot
         return slot is not None and slot.source is not None
 
     def __del__(self) -> None:
-        if self._entry.state is not State.FREED:
-            self._scheduler.abandon(self._entry)
+        self._scheduler.abandon(self.entry)
 
 
 class ActivationStack:
@@ -102,9 +117,9 @@ class ActivationStack:
     """
 
     def __init__(self, scheduler: Scheduler, expected: int = 0):
-        self._scheduler, self._expected = scheduler, expected
+        self._scheduler, self.expected = scheduler, expected
         if expected:
-            scheduler.announce(expected)
+            scheduler.announce(self)
 
     def reserve(self, nbytes: int) -> ReservedSlot:
         """Return a slot whose `buffer` [nbytes] the current stream may write from now on.
@@ -120,25 +135,16 @@ class ActivationStack:
 
         `slot.buffer` must not be used any more: read it through the handle.
         """
-        announced = min(self._expected, slot._nbytes)
-        self._expected -= announced
-        return OffloadHandle(self._scheduler, slot.push(announced))
+        self.expected -= min(self.expected, slot.nbytes)
+        return slot.push()
 
     def take(self) -> list[Tensor]:
         """End the forward pass. Nothing is left for autograd to keep: the handles keep it."""
-        self._close()
+        self.expected = 0
         return []
 
     def give(self, buffers: list[Tensor]) -> None:
         """Begin the backward pass."""
-
-    def _close(self) -> None:
-        if self._expected:
-            self._scheduler.announce(-self._expected)
-            self._expected = 0
-
-    def __del__(self) -> None:
-        self._close()
 
 
 class Offloader:

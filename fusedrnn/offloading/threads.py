@@ -12,6 +12,13 @@ from torch import Tensor
 
 from fusedrnn.offloading.disk import Extent
 
+_THREAD = threading.local()
+
+
+def is_copy_thread() -> bool:
+    """Return whether the calling thread is one of these streams."""
+    return hasattr(_THREAD, "copies")
+
 
 class Span(NamedTuple):
     """Bytes `start` to `stop` of a buffer."""
@@ -32,9 +39,9 @@ class ThreadEvent:
         self._ahead.acquire()
         self._reached = False
         self.time = 0.0
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
 
-    def reach(self, error: BaseException | None = None) -> None:
+    def reach(self, error: Exception | None = None) -> None:
         """Let those who wait go on."""
         self.time, self.error = time.perf_counter(), error
         self._reached = True
@@ -45,12 +52,10 @@ class ThreadEvent:
         return self._reached
 
     def synchronize(self) -> None:
-        """Wait for it. That a file could not be read or written is no affair of those who only wait for their turn."""
+        """Wait for it. What went wrong before it is for those to see who ask for `error`: waiting only orders work."""
         if not self._reached:
             with self._ahead:
                 pass
-        if self.error is not None and not isinstance(self.error, OSError):
-            raise self.error
 
 
 class ThreadStream:
@@ -79,7 +84,8 @@ class ThreadStream:
 
 
 def _work(operations: "queue.SimpleQueue[Any]", delay: Callable[[], float] | None) -> None:
-    error: BaseException | None = None
+    _THREAD.copies = True
+    error: Exception | None = None
     while (operation := operations.get()) is not None:
         if isinstance(operation, ThreadEvent):
             # The first event after a copy is its own.
@@ -90,7 +96,7 @@ def _work(operations: "queue.SimpleQueue[Any]", delay: Callable[[], float] | Non
             time.sleep(delay())
         try:
             operation()
-        except BaseException as raised:
+        except Exception as raised:
             error = error or raised
 
 

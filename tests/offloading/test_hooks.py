@@ -186,7 +186,7 @@ def test_a_tensor_that_recurs_at_every_step_is_not_copied(chunk_bytes):
             h = torch.tanh(h * 2)
     found = counters(off)
     assert found.spills > 0 and (found.gathered > 0) == (chunk_bytes == 2048)
-    assert storage.handle is None or storage.handle._entry.state is State.KEPT
+    assert storage.handle is None or storage.handle.entry.state is State.KEPT
     del storage
     h.sum().backward()
     assert held(off) == (0, 0, 0)
