@@ -191,6 +191,18 @@ def test_random_numbers_are_the_same_in_both_passes():
         torch.testing.assert_close(found[name], tensor, msg=name)
 
 
+@pytest.mark.parametrize("cls", [fusedrnn.LSTM, fusedrnn.GRU])
+def test_zoneout_is_that_of_the_whole_sequence(cls):
+    problem = Problem(cls, num_layers=2, zoneout=0.3, save="hidden", backend="torch_step", dtype=torch.float64)
+    found = []
+    for compute in (problem.kept, problem.streamed, problem.streamed):
+        torch.manual_seed(7)
+        found.append(problem.run(compute, list(problem.x.split(7)) if len(found) == 2 else None))
+    assert_equal(found[1], found[0])
+    for name, tensor in found[2].items():
+        torch.testing.assert_close(tensor, found[0][name])
+
+
 def test_autocast_is_the_same_in_both_passes():
     problem = Problem(save="hidden")
     with torch.autocast("cpu", torch.bfloat16):
