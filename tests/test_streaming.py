@@ -1,4 +1,7 @@
-"""A streamed sequence gives, to the last bit, what a layer gives that keeps everything, and never holds it whole."""
+"""A streamed sequence gives what a layer gives that keeps everything, and never holds it whole.
+
+To the last bit for the shapes here, whose products do not round by shape or alignment; to rounding for others.
+"""
 
 import gc
 import tracemalloc
