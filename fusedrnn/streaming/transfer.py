@@ -63,7 +63,9 @@ os.register_at_fork(after_in_child=_after_fork)
 def _place() -> Callable[[], None]:
     """Return what makes another thread work where this one does: on its device, and on its stream of each device."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
+    # To ask an accelerator that nobody uses would start it; one that cannot say so has no streams either.
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", bool)():
         return lambda: None
     index = torch.accelerator.current_device_index()
     streams = [torch.accelerator.current_stream(k) for k in range(torch.accelerator.device_count())]
