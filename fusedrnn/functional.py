@@ -141,6 +141,7 @@ def run_layers(
     resets: Tensor | None = None,
     sums: Mapping[int, Tensor] | None = None,
     training: bool = False,
+    seeds: Tensor | None = None,
     cells: bool = False,
 ) -> tuple[States, States, Choice | None]:
     """Run a stack of layers whose arguments have been checked.
@@ -160,6 +161,7 @@ def run_layers(
             chunk by chunk adds, so that autograd gets none from it; the final states stay in the dtype in which they
             are carried.
         training: Whether zoneout is drawn.
+        seeds: int64 [layers * directions], from which it is drawn; None for fresh ones.
         cells: Whether the cell states of the last layer are an output, too.
 
     Returns:
@@ -181,13 +183,15 @@ def run_layers(
             resets=resets,
             sums=sums,
             training=training,
+            seeds=seeds,
             cells=cells,
         )
     x, states, layers, autocast = _under_autocast(x, states, layers)
     states = initial_states(cell, x, states, layers, layout.batch)
     compiling = torch.compiler.is_compiling()
     variant = options.variant(cells)
-    seeds = draw_seeds(len(layers), x.device) if training and variant.zoneout else None
+    if seeds is None and training and variant.zoneout:
+        seeds = draw_seeds(len(layers), x.device)
     choice = None
     saving: AbstractContextManager[Any] = nullcontext()
     if not compiling:

@@ -54,7 +54,8 @@ class LSTM(Recurrent, nn.LSTM):
             derivative is that of the clipped gradients.
         zoneout: Probability with which a unit of h keeps its value in a step while training (Krueger et al. 2016):
             h_t = m h_{t-1} + (1 - m) h', where h' is the h_t above and m drawn from torch's default generator of the
-            device, anew in each call; in evaluation m is this probability.
+            device, anew in each call (a streamed sequence is one call, `stream` makes one per chunk); in evaluation m
+            is this probability.
         memory_budget: Most bytes that a training step of this layer may take above what is in use before it, a number
             or a string such as "2GiB": its output, all that is saved, scratch, and the gradients of input and weights,
             but not what the loss takes. What is saved, and in which chunks, is then chosen to keep to it; a call that
@@ -129,14 +130,16 @@ class LSTM(Recurrent, nn.LSTM):
         With an input that is no tensor, an `output` other than "sequence", or a `chunk_loss`, the sequence is streamed:
         it goes through the layers in segments (of `chunk` timesteps, where that is a number), of which nothing is kept
         but the states before each. The backward pass reads each segment's input again and computes it again, so that
-        the peak of memory does not depend on the length. Gradients are those of a layer with the same `chunk` and
-        `save` that keeps everything, to the last bit.
+        the peak of memory does not depend on the length. Results and gradients are those of a layer with the same
+        `chunk` and `save` that keeps everything, zoneout included: to the last bit where the matrix products of both
+        have the same shapes and alignment in memory, else to rounding. Dropout between layers is drawn per segment.
 
         Args:
             input: [T, B, I], [B, T, I] with `batch_first`, [T, I] for one sequence, or a `PackedSequence`. Or what is
                 not on the device as a whole: an array of NumPy (a memory-mapped file), or an iterable of chunks of
                 such shapes (one with `__getitem__` and `__len__` is read again in the backward pass; what others
-                yield is kept until then); and where the sequence is streamed, also a tensor on the host.
+                yield is kept until then; those on the device are used there); and where the sequence is streamed, also
+                a tensor on the host. Iterables are read on a thread that works on the caller's device and stream.
             hx: Initial states h0 [num_layers * directions, B, P] and c0 [num_layers * directions, B, H] (without B for
                 one sequence); zeros if not given.
             resets: bool, shaped as the input without features: true where the states start anew, at zero, before a

@@ -145,9 +145,12 @@ class Recurrent(nn.RNNBase):
     ) -> Iterator[tuple[Tensor, Any]]:
         """Run the layers chunk by chunk, and yield the output and the state after each.
 
+        Each chunk is a call of the layer by itself, for which dropout and zoneout are drawn anew.
+
         Args:
             input: What is cut into chunks: a tensor on the device or on the host, or an array of NumPy (a memory-mapped
-                file); or an iterable of chunks. The next ones are fetched while one is computed.
+                file); or an iterable of chunks, on the host or on the device. The next ones are fetched while one is
+                computed, on a thread that works on the caller's device and stream.
             hx: Initial state, as for the layer itself.
             steps: Timesteps per chunk where `input` can be cut anywhere; None chooses by bytes.
             backward: "truncated" lets no gradient pass from a chunk to the one before: call `backward` on each chunk's

@@ -100,7 +100,7 @@ class Rows:
 class Target:
     """Rows on the host."""
 
-    device = "host"
+    device = torch.device("cpu")
 
     def copy_(self, rows):
         pass
@@ -134,6 +134,18 @@ def test_departures_need_their_edges(simulated, monkeypatch, edge):
     assert [race for race in simulated.races if "host" not in race]
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on the device."""
+
+    device, is_cpu = torch.device("meta"), False
+
+    def to(self, device):
+        return self
+
+    def record_stream(self, stream):
+        self.streams = [*getattr(self, "streams", ()), stream]
+
+
 class Asleep(ThreadDevice):
     """A device of threads whose copies come late, and whose host perhaps does not wait for them."""
 
@@ -152,17 +164,135 @@ class Asleep(ThreadDevice):
 @pytest.mark.parametrize("waits", [True, False], ids=["", "without S6"])
 def test_the_host_reads_after_the_copy(monkeypatch, waits):
     monkeypatch.setattr(transfer, "device_of", lambda _: Asleep(waits))
-
-    class Elsewhere(torch.Tensor):
-        """Rows that say they are not on the host."""
-
-        device = torch.device("meta")
-
     rows = torch.arange(12.0).view(4, 3)
     target = torch.zeros(4, 3)
     with closing(transfer.Departures(torch.device("cpu"))) as departures:
         departures.put(target, rows.as_subclass(Elsewhere))
     assert torch.equal(target, rows) == waits
+
+
+def test_what_was_made_in_inference_mode_is_written(monkeypatch):
+    monkeypatch.setattr(transfer, "device_of", lambda _: Asleep())
+    with torch.inference_mode():
+        rows, target = torch.arange(12.0).view(4, 3), torch.zeros(4, 3)
+        with closing(transfer.Departures(torch.device("cpu"))) as departures:
+            departures.put(target, rows.as_subclass(Elsewhere))
+        assert torch.equal(target, rows)
+
+
+class Switching(ThreadDevice):
+    """A device whose user goes over to another stream with each piece."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.waits = 0, []
+
+    def current_stream(self):
+        return self.now
+
+    def record(self, stream, timed=False):
+        return stream if isinstance(stream, int) else super().record(stream)
+
+    def wait(self, stream, event):
+        self.waits.append((stream, event))
+
+    def allocate_host(self, nbytes):
+        raise AssertionError("a copy on the host")
+
+
+def test_what_is_on_the_device_is_taken_as_it_is_in_the_order_of_streams():
+    copier, given = Switching(), [torch.ones(2).as_subclass(Elsewhere) for _ in range(3)]
+    found = []
+    with closing(transfer.ahead((lambda p=p: p for p in given), torch.device("meta"), copier)) as pieces:
+        for piece in transfer.to_device(pieces, copier):
+            found.append(piece)
+            copier.now += 1
+    assert all(map(lambda a, b: a is b, found, given)) and len(found) == 3
+    # The first was used on the stream on which all were made.
+    assert copier.waits == [(1, 0), (2, 0)]
+    assert [getattr(piece, "streams", []) for piece in given] == [[], [1], [2]]
+
+
+def test_the_reader_works_on_the_device_and_streams_of_the_caller(monkeypatch):
+    mine = threading.local()
+
+    class Streams:
+        """The streams of two devices as a thread sees them."""
+
+        @staticmethod
+        def of_thread():
+            if not hasattr(mine, "streams"):
+                mine.streams, mine.index = ["default", "default"], 0
+            return mine
+
+    class Stream:
+        def __init__(self, index, name):
+            self.device_index, self.name = index, name
+
+        def __eq__(self, other):
+            return (self.device_index, self.name) == (other.device_index, other.name)
+
+    def set_stream(stream):
+        here = Streams.of_thread()
+        here.streams[stream.device_index], here.index = stream.name, stream.device_index
+
+    for name, value in {
+        "current_accelerator": lambda: torch.device("cuda"),
+        "current_device_index": lambda: Streams.of_thread().index,
+        "set_device_index": lambda index: setattr(Streams.of_thread(), "index", index),
+        "device_count": lambda: 2,
+        "current_stream": lambda index: Stream(index, Streams.of_thread().streams[index]),
+        "set_stream": set_stream,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    set_stream(Stream(1, "one"))
+    set_stream(Stream(0, "mine"))
+    torch.accelerator.set_device_index(1)
+    seen = []
+
+    def reads():
+        seen.append((threading.current_thread().name, list(Streams.of_thread().streams), mine.index))
+        yield lambda: torch.ones(1)
+
+    assert len(list(transfer.ahead(reads(), torch.device("cpu")))) == 1
+    ((thread, streams, index),) = seen
+    assert thread.startswith("fusedrnn-input") and streams == ["mine", "one"] and index == 1
+
+
+def test_all_calls_share_a_pair_of_streams():
+    made = []
+
+    class Pool(ThreadDevice):
+        def new_stream(self, name):
+            # A pool whose second stream is the first once more.
+            stream = made[0] if len(made) == 1 else super().new_stream(name)
+            made.append(stream)
+            return stream
+
+    copier = Pool()
+    for _ in range(3):
+        list(transfer.to_device(iter([torch.ones(2)]), copier))
+    streams = transfer._copy_streams(copier)
+    assert len(made) == 3 and streams == (made[0], made[2]) and made[2] is not made[0]
+
+
+def test_an_interrupt_while_a_copy_starts_frees_nothing_before_its_end(simulated):
+    """S3: nobody knows yet of the copy."""
+
+    class Interrupted(Without):
+        def record(self, stream):
+            if stream is not self._device.current_stream() and not self.over:
+                self.over = True
+                raise KeyboardInterrupt
+            return self._device.record(stream)
+
+        over = False
+
+    with pytest.raises(KeyboardInterrupt):
+        list(transfer.to_device((simulated.allocate_host(256) for _ in range(N)), Interrupted(simulated, None)))
+    simulated.write(simulated.allocate(256)[:256], None)
+    assert [race for race in simulated.races if "host" not in race] == []
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -188,7 +318,7 @@ def test_pieces_are_read_ahead_and_no_further():
         for number in range(6):
             yield lambda number=number: calls.append(number) or torch.tensor(number)
 
-    with closing(transfer.ahead(reads())) as pieces:
+    with closing(transfer.ahead(reads(), torch.device("cpu"))) as pieces:
         assert int(next(pieces)) == 0
         for _ in range(200):
             if len(calls) == 3:

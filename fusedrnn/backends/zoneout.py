@@ -19,6 +19,12 @@ def draw_seeds(count: int, device: torch.device) -> Tensor:
     return torch.randint(1 << 62, (count,), device=device)
 
 
+def seeds_from(seeds: Tensor, row: int, width: int) -> Tensor:
+    """Return the seeds that draw for a sequence's rows, of `width` outputs, from `row` on what these draw there."""
+    shift = row * width * _GAMMA & (1 << 64) - 1
+    return seeds + (shift - (1 << 64) if shift >> 63 else shift)
+
+
 def held_units(task: Task, layer: int, start: int, stop: int) -> Tensor | float | None:
     """Return m for rows `start .. stop` of the sequence: bool [rows, P], p in evaluation, None without zoneout."""
     p = task.variant.zoneout

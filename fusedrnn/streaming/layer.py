@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from fusedrnn import _checks
+from fusedrnn.backends.zoneout import draw_seeds
 from fusedrnn.cells import States, Weights
 from fusedrnn.layout import SequenceLayout
 from fusedrnn.offloading import innermost
@@ -61,7 +62,9 @@ def run_streamed(
         # What a segment saves does not live long enough to be offloaded.
         replace(layer.options, offload=None),
         dropout=layer._drawn_dropout(),
-        training=layer.training,
+        seeds=draw_seeds(len(weights), weights[0].weight_ih.device)
+        if layer.training and layer.options.zoneout
+        else None,
         resets=resets,
         output=output,
         loss=chunk_loss,
@@ -137,7 +140,7 @@ def _source(layer: Any, input: Any, weights: list[Weights], steps: int | None) -
 
     def check(x: Tensor) -> None:
         layer._check_shape(x)
-        device = x.device if x.device.type == "cpu" else weight.device
+        device = x.device if x.device.type in ("cpu", weight.device.type) else weight.device
         _checks.require_like("input", x, x.dtype if autocast else weight.dtype, device, "the weights")
 
     shape = getattr(input, "shape", None)

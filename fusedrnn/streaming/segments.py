@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedrnn.backends import Choice
+from fusedrnn.backends.zoneout import seeds_from
 from fusedrnn.cells import CellSpec, States, Weights, state_dtype
 from fusedrnn.functional import Options, initial_states, run_layers
 from fusedrnn.layout import SequenceLayout
@@ -42,7 +43,7 @@ class Streamed:
         layers: Weights, layer by layer, of one direction.
         options: How to run.
         dropout: Probability of dropout between layers; 0 when evaluating.
-        training: Whether zoneout is drawn.
+        seeds: int64 [layers], from which zoneout is drawn for the whole sequence; None where none is drawn.
         resets: bool [T, B], true where the states start anew before a step, or None.
         output: What becomes of the output: one of `OUTPUTS`.
         loss: Takes the output of a segment, in the user's layout, and the timesteps it is of; None without.
@@ -53,7 +54,7 @@ class Streamed:
     layers: Sequence[Weights]
     options: Options
     dropout: float
-    training: bool
+    seeds: Tensor | None
     resets: Tensor | None
     output: str
     loss: ChunkLoss | None
@@ -75,6 +76,9 @@ class Streamed:
 
     def run(self, x: Tensor, states: States, at: slice, sums: dict[int, Tensor]) -> tuple[Tensor, States, Any]:
         """Run the layers over one segment x [n, B, I]; `sums` as in `run_layers`."""
+        seeds = self.seeds
+        if seeds is not None:
+            seeds = seeds_from(seeds, at.start * x.shape[1], self.layers[0].output_size)
         (y,), after, choice = run_layers(
             self.cell,
             x,
@@ -84,7 +88,8 @@ class Streamed:
             self.options,
             dropout=self.dropout,
             resets=None if self.resets is None else self.resets[at],
-            training=self.training,
+            training=seeds is not None,
+            seeds=seeds,
             sums=sums,
         )
         return y, after, choice

@@ -118,6 +118,7 @@ class _Chunks(Source):
     def __init__(self, chunks: Iterable[Any], *args: Any):
         super().__init__(*args)
         self._chunks, self._dimensions = chunks, 0
+        self._made = not isinstance(chunks, (list, tuple))
         self.again = hasattr(chunks, "__getitem__") and hasattr(chunks, "__len__")
 
     def reads(self) -> Iterator[Read]:
@@ -134,7 +135,8 @@ class _Chunks(Source):
         return self._take(number, chunks[number])
 
     def _take(self, number: int, chunk: Any) -> Tensor:
-        if hasattr(chunk, "__array_interface__"):
+        copied = hasattr(chunk, "__array_interface__")
+        if copied:
             chunk = torch.from_numpy(chunk.copy())
         if not isinstance(chunk, Tensor):
             raise TypeError(f"`input` must yield tensors or arrays, got {type(chunk).__name__} as chunk {number}")
@@ -143,6 +145,9 @@ class _Chunks(Source):
                 f"`input` must yield tensors without gradients, got one with `requires_grad` as chunk {number}: give "
                 "the input as one tensor (on the host, if it is long), which then gets its gradient there"
             )
+        if self._made and not copied:
+            # Whoever makes chunks one by one may make the next in the same memory, while this one waits for its turn.
+            chunk = chunk.clone()
         try:
             arranged = self._arranged(chunk)
             dimensions = self._dimensions or chunk.dim()

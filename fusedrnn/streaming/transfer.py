@@ -5,13 +5,20 @@ These edges keep a byte from being overwritten before it was read or read before
     S1  input stream waits for the allocation's former users     S4  output stream waits for the producer
     S2  reader waits for the copy to the device                  S5  what was copied is freed after the copy
     S3  what nobody asks for any more is freed after its copy    S6  host reads the staging buffer after the copy
+
+What a user's generator makes on the device stays there. The thread that runs it works on the caller's stream, so that
+it comes after what the caller has put there, and before what the caller does with it.
 """
 
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,9 +29,55 @@ _END = object()
 _AHEAD = 2
 
 
+_streams: WeakKeyDictionary[Device, tuple[Any, Any]] = WeakKeyDictionary()
+_streams_lock = threading.Lock()
+
+
+@lru_cache
 def device_of(device: torch.device) -> Device | None:
     """Return who copies to and from a device; None where its memory is the host's."""
     return CudaDevice(device) if device.type == "cuda" else None
+
+
+def _copy_streams(copier: Device) -> tuple[Any, Any]:
+    """Return the two streams, for input and for output, of all that is streamed on a device in this process."""
+    with _streams_lock:
+        if copier not in _streams:
+            streams = copier.new_stream("input"), copier.new_stream("output")
+            if streams[0] == streams[1]:  # of a pool whose other streams were taken in between
+                streams = streams[0], copier.new_stream("output")
+            _streams[copier] = streams
+        return _streams[copier]
+
+
+def _after_fork() -> None:
+    global _streams_lock
+    _streams_lock = threading.Lock()
+    _streams.clear()
+    device_of.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _place() -> Callable[[], None]:
+    """Return what makes another thread work where this one does: on its device, and on its stream of each device."""
+    accelerator = torch.accelerator.current_accelerator()
+    # To ask an accelerator that nobody uses would start it; one that cannot say so has no streams either.
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", bool)():
+        return lambda: None
+    index = torch.accelerator.current_device_index()
+    streams = [torch.accelerator.current_stream(k) for k in range(torch.accelerator.device_count())]
+
+    def take_over() -> None:
+        for stream in streams:
+            # To set the stream of a device that nobody uses would take memory there.
+            if torch.accelerator.current_stream(stream.device_index) != stream:
+                torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(index)
+
+    return take_over
 
 
 def arrivals(reads: Iterator[Callable[[], Tensor]], device: torch.device, held: bool) -> Generator[Tensor]:
@@ -32,14 +85,14 @@ def arrivals(reads: Iterator[Callable[[], Tensor]], device: torch.device, held: 
 
     Args:
         reads: Called in order, on a thread, to return the pieces.
-        device: Where they go.
+        device: Where they go. Those that are there are yielded as they are.
         held: Whether the pieces are views of a tensor that is there already, so that there is nothing to fetch.
     """
     if held:
         yield from (read() for read in reads)
         return
     copier = device_of(device)
-    with closing(ahead(reads, copier)) as pieces:
+    with closing(ahead(reads, device, copier)) as pieces:
         if copier is None:
             yield from pieces
         else:
@@ -47,8 +100,10 @@ def arrivals(reads: Iterator[Callable[[], Tensor]], device: torch.device, held: 
                 yield from arrived
 
 
-def ahead(reads: Iterator[Callable[[], Tensor]], copier: Device | None = None) -> Generator[Tensor]:
-    """Yield what `reads` return, called on a thread ahead of the caller; for a `copier` in pinned memory."""
+def ahead(
+    reads: Iterator[Callable[[], Tensor]], device: torch.device, copier: Device | None = None
+) -> Generator[Tensor]:
+    """Yield what `reads` return, called on a thread ahead of the caller; for a `copier` in pinned memory or there."""
 
     def read_next() -> Any:
         with torch.no_grad():
@@ -56,11 +111,14 @@ def ahead(reads: Iterator[Callable[[], Tensor]], copier: Device | None = None) -
             if read is None:
                 return _END
             piece = read()
-            return piece if copier is None else _pinned(piece, copier)
+            if copier is None:
+                return piece
+            return _pinned(piece, copier) if piece.is_cpu else piece.to(device)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="fusedrnn-input") as pool:
-        waiting: deque[Future[Any]] = deque(pool.submit(read_next) for _ in range(_AHEAD))
+    with ThreadPoolExecutor(1, thread_name_prefix="fusedrnn-input", initializer=_place()) as pool:
+        waiting: deque[Future[Any]] = deque()
         try:
+            waiting.extend(pool.submit(read_next) for _ in range(_AHEAD))
             while (piece := waiting.popleft().result()) is not _END:
                 waiting.append(pool.submit(read_next))
                 yield piece
@@ -87,27 +145,39 @@ def _shaped(buffer: Tensor, like: Tensor) -> Tensor:
 
 
 def to_device(pieces: Iterator[Tensor], copier: Device) -> Generator[Tensor]:
-    """Yield copies of `pieces` on the device, the next one on its way while one is in use."""
-    stream = copier.new_stream("input")
+    """Yield copies of `pieces` on the device, the next one on its way while one is in use; what is there, as it is."""
+    stream, _ = _copy_streams(copier)
+    caller = copier.current_stream()
 
-    def start(piece: Tensor | None) -> tuple[Tensor, Any, Tensor] | None:
+    def start(piece: Tensor | None) -> tuple[Tensor, Any, Any, Tensor] | None:
+        """Return the piece on the device, its stream there, the event of its arrival, and what is being copied."""
         if piece is None:
             return None
+        if isinstance(piece, Tensor) and not piece.is_cpu:
+            return piece, caller, None, piece
+        home = copier.current_stream()
         buffer = copier.allocate(piece.nbytes)
-        copier.wait(stream, copier.record(copier.current_stream()))  # S1
+        copier.wait(stream, copier.record(home))  # S1
         copier.copy(stream, Span(buffer, 0, piece.nbytes), Span(_flat(piece), 0, piece.nbytes))
-        return buffer, copier.record(stream), piece
+        return _shaped(buffer, piece), home, copier.record(stream), piece
 
-    following = start(next(pieces, None))
     try:
+        following = start(next(pieces, None))
         while following is not None:
-            (buffer, arrived, piece), following = following, None
-            copier.wait(copier.current_stream(), arrived)  # S2
+            (here, home, arrived, _), following = following, None
+            current = copier.current_stream()
+            if arrived is not None:
+                copier.wait(current, arrived)  # S2
+            if current != home:
+                # Between two pieces the user may go over to another stream.
+                copier.wait(current, copier.record(home))
+                here.record_stream(current)
             following = start(next(pieces, None))
-            yield _shaped(buffer, piece)
-    finally:
-        if following is not None:
-            copier.wait(copier.current_stream(), following[1])  # S3
+            yield here
+    except BaseException:
+        # Whatever was on its way, also if an interrupt came before anybody knew of it.
+        copier.wait(copier.current_stream(), copier.record(stream))  # S3
+        raise
 
 
 class Departures:
@@ -115,7 +185,7 @@ class Departures:
 
     def __init__(self, device: torch.device):
         self._copier = device_of(device)
-        self._stream = None if self._copier is None else self._copier.new_stream("output")
+        self._stream = None if self._copier is None else _copy_streams(self._copier)[1]
         self._pool = None if self._copier is None else ThreadPoolExecutor(1, thread_name_prefix="fusedrnn-output")
         self._jobs: deque[Future[Any]] = deque()
         self._last: tuple[Tensor, Any] | None = None
@@ -123,7 +193,7 @@ class Departures:
     def put(self, target: Tensor, rows: Tensor) -> None:
         """Copy `rows`, which the current stream writes, to `target`, shaped as they are; final after `close`."""
         copier = self._copier
-        if copier is None or target.device == rows.device:
+        if copier is None or target.device == rows.device or target.device.type != "cpu":
             target.copy_(rows)
             return
         assert self._pool is not None
@@ -135,10 +205,13 @@ class Departures:
         copier.wait(self._stream, copier.record(copier.current_stream()))  # S4
         copier.copy(self._stream, Span(staging, 0, rows.nbytes), Span(_flat(rows), 0, rows.nbytes))
         copied = copier.record(self._stream)
+        # A tensor made in this mode can be written in this mode only, which another thread has to enter.
+        inference = torch.is_inference_mode_enabled()
 
         def land() -> None:
             copier.synchronize(copied)  # S6
-            target.copy_(_shaped(staging, target))
+            with torch.inference_mode(inference):
+                target.copy_(_shaped(staging, target))
 
         self._free_last()
         self._last = rows, copied
