@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrnn.offloading.device import CudaDevice, Device, Span
+from fusedrnn.offloading.device import Device, Span, device_for
 
 _END = object()
 _AHEAD = 2
@@ -24,7 +24,7 @@ _AHEAD = 2
 
 def device_of(device: torch.device) -> Device | None:
     """Return who copies to and from a device; None where its memory is the host's."""
-    return CudaDevice(device) if device.type == "cuda" else None
+    return device_for(device)
 
 
 def arrivals(reads: Iterator[Callable[[], Tensor]], device: torch.device, held: bool) -> Generator[Tensor]:
