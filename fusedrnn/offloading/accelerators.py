@@ -28,9 +28,15 @@ def copy_stream(device: torch.device, name: str) -> torch.Stream:
     return found
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is one of the kind that this torch knows beside the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
 def is_capturing(device: torch.device) -> bool:
     """Return whether the calling thread's stream on a device records a graph, so that nothing may be asked of it."""
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return False
     # What torch asks of the current device is all that there is before streams can be asked themselves.
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -44,6 +50,8 @@ def is_integrated(device: torch.device) -> bool:
     """Return whether a device's memory is the host's, so that copies between the two free nothing."""
     if device.type in ("cpu", "mps"):
         return True
+    if not is_accelerator(device):
+        return False
     ask = getattr(torch.get_device_module(device), "get_device_properties", None)
     return ask is not None and bool(getattr(ask(device), "is_integrated", False))
 
@@ -51,8 +59,7 @@ def is_integrated(device: torch.device) -> bool:
 @cache
 def missing(device: torch.device) -> str | None:
     """Return what a device lacks for copies beside its computation, None where it has all of it."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
+    if not is_accelerator(device):
         return "this torch knows no accelerator of that kind"
     tried = "streams of its own"
     try:

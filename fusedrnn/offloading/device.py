@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fusedrnn.offloading.accelerators import copy_stream, empty_bytes, is_capturing, missing
+from fusedrnn.offloading.accelerators import copy_stream, empty_bytes, is_accelerator, is_capturing, missing
 from fusedrnn.offloading.config import process_memory
 from fusedrnn.offloading.disk import Extent, new_extent
 from fusedrnn.offloading.threads import Span, ThreadEvent, ThreadStream
@@ -110,7 +110,7 @@ def device_for(device: torch.device) -> "AcceleratorDevice | None":
 
     Not while its stream records a graph: the first call for a device tries them.
     """
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return None
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())

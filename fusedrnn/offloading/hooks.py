@@ -5,6 +5,7 @@ kept between the two knows nothing of the graph, so that a graph that is dropped
 """
 
 import contextlib
+import sys
 import threading
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from fusedrnn.offloading.saved import Kept, Part, Storage, changed, refusal
 from fusedrnn.offloading.scheduler import Scheduler
 from fusedrnn.offloading.stack import Offloader, OffloadHandle, ReservedSlot
 from fusedrnn.offloading.stats import HELD
+from fusedrnn.offloading.untraced import untraced
 
 _RECURS = 3
 """Saved this often, a tensor is one that every step uses again."""
@@ -158,7 +160,12 @@ class _Hooks(saved_tensors_hooks):
     """The hooks of one context; when it is left, what could not go before is looked at once more."""
 
     def __init__(self, owner: "OffloadHooks"):
-        super().__init__(owner._pack, _unpack)
+        pack, unpack = owner._pack, _unpack
+        if "torch._dynamo" in sys.modules:
+            # Tensors are saved from within compiled code, too, where the compiler would look into what it calls.
+            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+            pack.__self__ = owner
+        super().__init__(pack, unpack)
         self._owner = owner
 
     def __enter__(self) -> None:
@@ -185,6 +192,7 @@ class OffloadHooks(Offloader):
         self._entered = threading.local()
         self._said = False
 
+    @untraced
     def __enter__(self) -> Self:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         hooks = self.hooks() if outer is None else None
@@ -193,12 +201,13 @@ class OffloadHooks(Offloader):
         try:
             if hooks is not None:
                 hooks.__enter__()
+            return self
         except BaseException:
             # Interrupted: `__exit__` will not be called.
             self._leave(entered)
             raise
-        return self
 
+    @untraced
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
