@@ -1,8 +1,5 @@
 """Layers that a compiler leaves as they are. Imported only while it compiles, since the import loads the compiler."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from fusedrnn.functional import run_layers
@@ -14,13 +11,4 @@ run_uncompiled = torch.compiler.disable(
 
 run_streamed_uncompiled = torch.compiler.disable(
     run_streamed, reason="a streamed sequence reads and copies on threads of its own: compile without fullgraph=True"
-)
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-call_uncompiled = torch.compiler.disable(
-    _call, reason="offload() moves saved tensors itself, between graphs: compile without fullgraph=True, or inside it"
 )

@@ -15,7 +15,7 @@ def untraced(function: _Function) -> _Function:
     @wraps(function)
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            from fusedrnn.uncompiled import call_uncompiled
+            from fusedrnn.offloading.uncompiled import call_uncompiled
 
             return call_uncompiled(function, *args)
         return function(*args)

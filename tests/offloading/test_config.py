@@ -159,7 +159,7 @@ def test_the_low_mark_follows_the_limit_unless_it_is_given():
     for other in (replace(OffloadConfig(), occupancy_limit=0.35), pickle.loads(pickle.dumps(low))):
         assert other == low and hash(other) == hash(low) and repr(other) == repr(low)
     assert replace(low, occupancy_limit=0.7) == OffloadConfig() == OffloadConfig(low_watermark=0.6)
-    with pytest.raises(ValueError, match="got 0.6 and 0.5"):
+    with pytest.raises(ValueError, match=r"got 0\.6 and 0\.5"):
         OffloadConfig(occupancy_limit=0.5, low_watermark=0.6)
 
 
