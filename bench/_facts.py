@@ -19,7 +19,7 @@ from fusedrnn.backends.base import tf32_allowed
 from fusedrnn.bench._report import commit, device_name, triton_version
 from fusedrnn.kernels._device import DeviceInfo, device_info
 from fusedrnn.offloading.config import OffloadConfig, process_memory
-from fusedrnn.offloading.device import CudaDevice
+from fusedrnn.offloading.device import AcceleratorDevice
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,11 @@ def find_gpus() -> list[Gpu]:
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.device("cuda", index)
-        info, cuda, properties = device_info(device), CudaDevice(device), torch.cuda.get_device_properties(device)
+        info, cuda, properties = (
+            device_info(device),
+            AcceleratorDevice(device),
+            torch.cuda.get_device_properties(device),
+        )
         assert info is not None
         memory = cuda.memory(), cuda.allocated(), torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0]
         found.append(Gpu(index, properties.name, info, bool(properties.is_integrated), *memory))

@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from fusedrnn.bench._facts import Fact, Gpu, size
-from fusedrnn.offloading.device import CudaDevice, Device, Span, ThreadDevice
+from fusedrnn.offloading.device import AcceleratorDevice, Device, Span, ThreadDevice
 
 SIZES = tuple(64 << 10 << 2 * k for k in range(7))
 """Bytes of a copy, from 64 KiB to 256 MiB."""
@@ -83,7 +83,7 @@ def transfer(gpus: Sequence[Gpu]) -> list[Fact]:
     """Measure the link to each device, or without any the copies of the threads that stand in for one."""
     if not gpus:
         return link(ThreadDevice(), "copy by a thread,", (_CHUNK, 64 << 20))
-    return [fact for gpu in gpus for fact in link(CudaDevice(torch.device(gpu.device)), gpu.device, gpu=gpu)]
+    return [fact for gpu in gpus for fact in link(AcceleratorDevice(torch.device(gpu.device)), gpu.device, gpu=gpu)]
 
 
 def disk(folder: Path, nbytes: int = 256 << 20, limit: float = 2.0, root: Path = Path("/")) -> list[Fact]:

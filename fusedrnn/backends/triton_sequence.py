@@ -28,6 +28,8 @@ class TritonSequence(TritonBackend):
             reasons.append("its kernels have no projection (proj_size)")
         if call.variant.zoneout:
             reasons.append("its kernels have no zoneout")
+        if torch.version.hip is not None:
+            reasons.append("on ROCm its programs do not wait for each other's stores: they would read old states")
         if reasons:
             return reasons
         if call.gpu is None:

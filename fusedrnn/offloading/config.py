@@ -5,10 +5,17 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusedrnn._checks import budget_bytes
+
+_LOW = 0.6
+
+
+class _Following(float):
+    """A low mark that nobody named: it follows the limit, also where a configuration is made from another."""
+
 
 _PERCENTAGE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
@@ -24,15 +31,17 @@ class OffloadConfig:
     Args:
         min_bytes: Buffers of more bytes than this may be offloaded; others stay on the device.
         occupancy_limit: Fraction of the device's memory in use above which the oldest buffers go to the host.
-        low_watermark: Fraction at or below which the ring may grow again.
+        low_watermark: Fraction at or below which the ring may grow again; by default 0.6, or 6/7 of a limit below
+            0.7.
         ring_slots: Device buffers that offloading works with when the device is full, at least 2.
         prefetch: How many of the next buffers to be read are fetched ahead.
         chunk_bytes: Size up to which `offload()` gathers small tensors into one copy.
         host_limit: Most pinned host memory of all processes on this machine together, in bytes or as a percentage such
             as "50%" of what they may use. Where torchrun started several (LOCAL_WORLD_SIZE), each has an equal share.
         on_host_full: "keep" lets buffers stay on the device when the host is full, "raise" raises `OffloadHostFull`.
-        occupancy: Source of the occupancy, a function that returns a fraction in [0, 1]; None asks the allocator.
-            With a source, offloading also runs on the CPU, where copies are made by threads.
+        occupancy: Source of the occupancy, a function that returns a fraction in [0, 1]; None asks the device.
+            With a source, offloading also runs on the CPU, where copies are made by threads. To be pickled with its
+            layer it must be one that pickle takes, such as a module's function, and no lambda.
         trace: Whether the times of chunks and copies are kept for `export_trace`.
         debug: Whether internal facts are checked at every call (slow).
         spill_dir: A folder on a disk of this machine. Buffers for which the host has no room go on to a file there, and
@@ -51,13 +60,13 @@ class OffloadConfig:
 
     min_bytes: int = 2048
     occupancy_limit: float = 0.7
-    low_watermark: float = 0.6
+    low_watermark: float = _Following(_LOW)
     ring_slots: int = 4
     prefetch: int = 2
     chunk_bytes: int = 4 << 20
     host_limit: int | str = "50%"
     on_host_full: str = "keep"
-    occupancy: Callable[[], float] | None = None
+    occupancy: Callable[[], float] | None = field(default=None, hash=False)
     trace: bool = False
     debug: bool = False
     spill_dir: str | os.PathLike[str] | None = None
@@ -69,6 +78,9 @@ class OffloadConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        if isinstance(self.low_watermark, _Following):
+            low = _LOW if self.occupancy_limit >= 0.7 else self.occupancy_limit * 6 / 7
+            object.__setattr__(self, "low_watermark", _Following(low))
         if not 0 <= self.low_watermark <= self.occupancy_limit <= 1:
             raise ValueError(
                 "`low_watermark` and `occupancy_limit` must satisfy 0 <= low_watermark <= occupancy_limit <= 1, "
@@ -79,15 +91,6 @@ class OffloadConfig:
         if self.occupancy is not None and not callable(self.occupancy):
             raise TypeError(f"`occupancy` must be a function that returns a fraction, got {self.occupancy!r}.")
         self.host_bytes()
-        if self.spill_dir is not None and not (
-            isinstance(self.spill_dir, str | os.PathLike)
-            and os.path.isdir(self.spill_dir)
-            and os.access(self.spill_dir, os.W_OK | os.X_OK)
-        ):
-            raise ValueError(
-                f"`spill_dir` must be a folder in which files can be made, got {self.spill_dir!r}: make it first, or "
-                "name another on a disk of this machine."
-            )
         self.disk_bytes()
         self.budget_bytes()
 
@@ -100,7 +103,20 @@ class OffloadConfig:
         return _share("host_limit", self.host_limit, process_memory)
 
     def disk_bytes(self) -> int:
-        """Return this process's share of `disk_limit` in bytes, 0 without `spill_dir`."""
+        """Return this process's share of `disk_limit` in bytes, 0 without `spill_dir`.
+
+        Raises:
+            ValueError: If `spill_dir` is no folder in which files can be made, or not any more.
+        """
+        if self.spill_dir is not None and not (
+            isinstance(self.spill_dir, str | os.PathLike)
+            and os.path.isdir(self.spill_dir)
+            and os.access(self.spill_dir, os.W_OK | os.X_OK)
+        ):
+            raise ValueError(
+                f"`spill_dir` must be a folder in which files can be made, got {self.spill_dir!r}: make it first, or "
+                "name another on a disk of this machine."
+            )
         folder = self.spill_dir
         return _share("disk_limit", self.disk_limit, lambda: 0 if folder is None else shutil.disk_usage(folder).free)
 

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fusedrnn.offloading.accelerators import copy_stream, empty_bytes, is_accelerator, is_capturing, missing
 from fusedrnn.offloading.accounts import Account, process_account
 from fusedrnn.offloading.config import process_memory
 from fusedrnn.offloading.disk import Extent, new_extent
 from fusedrnn.offloading.threads import Span, ThreadEvent, ThreadStream
 
-__all__ = ["CudaDevice", "Device", "Span", "ThreadDevice", "storage_holders"]
+__all__ = ["AcceleratorDevice", "Device", "Span", "ThreadDevice", "device_for", "is_capturing", "storage_holders"]
 
 
 class Device(Protocol):
@@ -98,12 +99,6 @@ class Device(Protocol):
         """Return whether the current stream records a graph, so that nothing may be asked of it or allocated."""
 
 
-def _empty(nbytes: int, device: torch.device, pin: bool = False) -> Tensor:
-    # A tensor made under inference_mode could never be written outside of it.
-    with torch.inference_mode(False):
-        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
-
-
 def storage_holders(buffer: Tensor) -> int:
     """Return how many tensors besides `buffer` share its storage."""
     storage = buffer.untyped_storage()
@@ -115,45 +110,76 @@ def _failure(event: Any) -> Exception | None:
     return getattr(event, "error", None)
 
 
-class CudaDevice:
-    """A CUDA device: streams, events and pinned memory of torch."""
+_FRESH = 0.05
+"""Seconds for which what others take of a device is believed."""
+
+
+def device_for(device: torch.device) -> "AcceleratorDevice | None":
+    """Return who copies to and from a device; None for the CPU, and for what has no streams, events or pinned memory.
+
+    Not while its stream records a graph: the first call for a device tries them.
+    """
+    if not is_accelerator(device):
+        return None
+    if device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return None if missing(device) else AcceleratorDevice(device)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an allocation on the host failed for want of memory, and not since the device is broken."""
+    words = str(error).partition("\n")[0].lower()
+    return any(
+        word in words for word in ("out of memory", "allocate", "out of host memory", "enough memory", "os call")
+    )
+
+
+class AcceleratorDevice:
+    """A device of torch with streams, events and pinned memory: CUDA, ROCm, XPU and their like.
+
+    What not every kind has is asked in `is_capturing`, `is_integrated`, and in `memory` and `allocated`.
+    """
 
     direct = False
 
     def __init__(self, device: torch.device):
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
-        self._total = torch.cuda.get_device_properties(self.device).total_memory
-        self._anchor: tuple[torch.cuda.Event, float] | None = None
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._module = torch.get_device_module(self.device)
+        self._free_and_total = getattr(self._module, "mem_get_info", torch.accelerator.get_memory_info)
+        self._total = int(self._free_and_total(self.device)[1])
+        self._others = (float("-inf"), 0)
+        """When what others take was asked, and how many bytes."""
+        self._anchor: tuple[torch.Event, float] | None = None
         """An event, and the threads' time when it was reached, where there are threads."""
 
-    def current_stream(self) -> torch.cuda.Stream:
+    def current_stream(self) -> torch.Stream:
         """See `Device.current_stream`."""
-        return torch.cuda.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device)
 
-    def new_stream(self, name: str) -> torch.cuda.Stream:
-        """See `Device.new_stream`."""
-        return torch.cuda.Stream(self.device)
+    def new_stream(self, name: str) -> torch.Stream:
+        """See `Device.new_stream`; those of one name are one stream."""
+        return copy_stream(self.device, name)
 
     def new_disk_stream(self, name: str) -> ThreadStream:
         """See `Device.new_disk_stream`."""
         if self._anchor is None:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.Event(self.device, enable_timing=True)
             event.record(self.current_stream())
             event.synchronize()
             self._anchor = event, time.perf_counter()
         return ThreadStream(name)
 
-    def record(self, stream: torch.cuda.Stream | ThreadStream, timed: bool = False) -> torch.cuda.Event | ThreadEvent:
+    def record(self, stream: torch.Stream | ThreadStream, timed: bool = False) -> torch.Event | ThreadEvent:
         """See `Device.record`."""
         if isinstance(stream, ThreadStream):
             return stream.record()
         # Threads wait for it without turning round and round.
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)
+        event = torch.Event(self.device, enable_timing=timed, blocking=True)
         event.record(stream)
         return event
 
-    def wait(self, stream: torch.cuda.Stream | ThreadStream, event: torch.cuda.Event | ThreadEvent) -> None:
+    def wait(self, stream: torch.Stream | ThreadStream, event: torch.Event | ThreadEvent) -> None:
         """See `Device.wait`."""
         if isinstance(stream, ThreadStream):
             stream.wait(event)
@@ -162,27 +188,27 @@ class CudaDevice:
         else:
             stream.wait_event(event)
 
-    def query(self, event: torch.cuda.Event | ThreadEvent) -> bool:
+    def query(self, event: torch.Event | ThreadEvent) -> bool:
         """See `Device.query`."""
         return event.query()
 
-    def synchronize(self, event: torch.cuda.Event | ThreadEvent) -> None:
+    def synchronize(self, event: torch.Event | ThreadEvent) -> None:
         """See `Device.synchronize`."""
         event.synchronize()
 
-    def failure(self, event: torch.cuda.Event | ThreadEvent) -> Exception | None:
+    def failure(self, event: torch.Event | ThreadEvent) -> Exception | None:
         """See `Device.failure`."""
         return _failure(event)
 
-    def elapsed(self, start: torch.cuda.Event | ThreadEvent, end: torch.cuda.Event | ThreadEvent) -> float | None:
+    def elapsed(self, start: torch.Event | ThreadEvent, end: torch.Event | ThreadEvent) -> float | None:
         """See `Device.elapsed`."""
         if not (start.query() and end.query()):
             return None
-        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        if isinstance(start, torch.Event) and isinstance(end, torch.Event):
             return start.elapsed_time(end) / 1e3
         return self._time(end) - self._time(start)
 
-    def _time(self, event: torch.cuda.Event | ThreadEvent) -> float:
+    def _time(self, event: torch.Event | ThreadEvent) -> float:
         """Return when an event was reached, on the clock of the threads."""
         if isinstance(event, ThreadEvent):
             return event.time
@@ -192,39 +218,45 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> Tensor:
         """See `Device.allocate`."""
-        return _empty(nbytes, self.device)
+        return empty_bytes(nbytes, self.device)
 
     def allocate_host(self, nbytes: int) -> Tensor | None:
-        """See `Device.allocate_host`."""
+        """See `Device.allocate_host`.
+
+        Raises:
+            RuntimeError: If it failed for another reason than want of memory.
+        """
         try:
-            return _empty(nbytes, torch.device("cpu"), pin=True)
-        except RuntimeError:
-            # The failure stays with the CUDA runtime and would be reported by whatever is launched next.
+            return empty_bytes(nbytes, torch.device("cpu"), pin=True)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # The failure stays with the device's runtime and would be reported by whatever is launched next.
             with contextlib.suppress(RuntimeError):
-                _empty(1, self.device).zero_()
+                empty_bytes(1, self.device).zero_()
             return None
 
     def allocate_disk(self, folder: str | os.PathLike[str], nbytes: int) -> Extent | None:
         """See `Device.allocate_disk`."""
         return new_extent(folder, nbytes)
 
-    def copy(self, stream: torch.cuda.Stream | ThreadStream, target: Span, source: Span) -> None:
+    def copy(self, stream: torch.Stream | ThreadStream, target: Span, source: Span) -> None:
         """See `Device.copy`."""
         if isinstance(stream, ThreadStream):
             stream.copy(target, source)
             return
-        with torch.cuda.stream(stream):
+        with stream:
             target.buffer[target.start : target.stop].copy_(
                 source.buffer[source.start : source.stop], non_blocking=True
             )
 
-    def record_stream(self, buffer: Tensor, stream: torch.cuda.Stream) -> None:
+    def record_stream(self, buffer: Tensor, stream: torch.Stream) -> None:
         """See `Device.record_stream`."""
         buffer.record_stream(stream)
 
     def finish(self) -> None:
         """See `Device.finish`."""
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
 
     def account(self, folder: str | os.PathLike[str] | None = None) -> Account:
         """See `Device.account`."""
@@ -235,18 +267,35 @@ class CudaDevice:
         return storage_holders(buffer)
 
     def memory(self) -> int:
-        """See `Device.memory`."""
-        return int(self._total * torch.cuda.get_per_process_memory_fraction(self.device))
+        """See `Device.memory`: all of it, or the fraction that torch lets this process have."""
+        try:
+            return int(self._total * self._module.get_per_process_memory_fraction(self.device))
+        except (AttributeError, RuntimeError):
+            # Devices and allocators that know no such fraction.
+            return self._total
 
     def allocated(self) -> int:
-        """See `Device.allocated`."""
-        # memory_allocated() flattens a hundred counters first, which takes several times as long.
-        counters = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return counters["allocated_bytes"]["all"]["current"] if counters else 0
+        """See `Device.allocated`: all that is not free, for whomever it is, without what torch only holds in reserve.
+
+        Of what others have, as much counts as leaves this process less than its fraction.
+        """
+        try:
+            # memory_allocated() flattens a hundred counters first, which takes several times as long.
+            counters = self._module.memory_stats_as_nested_dict(self.device)
+            ours, reserved = (counters[name]["all"]["current"] for name in ("allocated_bytes", "reserved_bytes"))
+        except (AttributeError, KeyError, RuntimeError):
+            # Other allocators keep no such counters.
+            free, total = self._free_and_total(self.device)
+            return int(total - free)
+        now = time.monotonic()
+        if now - self._others[0] >= _FRESH:
+            free, total = self._free_and_total(self.device)
+            self._others = now, int(total - free - reserved)
+        return int(ours + max(0, self._others[1] - (self._total - self.memory())))
 
     def is_capturing(self) -> bool:
         """See `Device.is_capturing`."""
-        return torch.cuda.is_current_stream_capturing()
+        return is_capturing(self.device)
 
 
 class ThreadDevice:
@@ -311,13 +360,15 @@ class ThreadDevice:
 
     def allocate(self, nbytes: int) -> Tensor:
         """See `Device.allocate`."""
-        return _empty(nbytes, torch.device("cpu"))
+        return empty_bytes(nbytes, torch.device("cpu"))
 
     def allocate_host(self, nbytes: int) -> Tensor | None:
         """See `Device.allocate_host`."""
         try:
-            return _empty(nbytes, torch.device("cpu"))
-        except RuntimeError:
+            return empty_bytes(nbytes, torch.device("cpu"))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return None
 
     def allocate_disk(self, folder: str | os.PathLike[str], nbytes: int) -> Extent | None:

@@ -5,7 +5,9 @@ kept between the two knows nothing of the graph, so that a graph that is dropped
 """
 
 import contextlib
+import sys
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -20,67 +22,17 @@ from torch.nn import Parameter
 
 from fusedrnn.offloading.config import OffloadConfig
 from fusedrnn.offloading.device import storage_holders
+from fusedrnn.offloading.saved import Kept, Part, Storage, changed, refusal
 from fusedrnn.offloading.scheduler import Scheduler
-from fusedrnn.offloading.stack import Offloader, OffloadHandle, ReservedSlot, adopt
+from fusedrnn.offloading.stack import Offloader, ReservedSlot, adopt
+from fusedrnn.offloading.stats import HELD
+from fusedrnn.offloading.untraced import untraced
 
 _RECURS = 3
 """Saved this often, a tensor is one that every step uses again."""
 _SMALL = 8
 """A tensor is small if so many would not fill a chunk."""
 _ALIGNMENT = 256
-
-
-class _Kept:
-    """A tensor that stays where it is."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor):
-        # Without its history, which would lead back to the node that saves it.
-        self.tensor, self.version = tensor.detach(), tensor._version
-
-    def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(_changed(tuple(self.tensor.shape)))
-        return self.tensor
-
-
-class _Storage:
-    """All bytes of one storage, which any number of saved tensors share.
-
-    `source` and `buffer` refer to it while it waits to be gathered, and `handle` once the scheduler has it.
-    """
-
-    __slots__ = ("__weakref__", "buffer", "handle", "offset", "saves", "source", "stream", "version")
-
-    def __init__(self, source: Tensor, buffer: Tensor, stream: Any):
-        self.source, self.buffer, self.stream, self.version = source, buffer, stream, source._version
-        self.handle: OffloadHandle | None = None
-        self.offset = 0
-        self.saves = 1
-
-    def is_changed(self) -> bool:
-        """Return whether the user changed it in place since it was saved."""
-        return self.source._version != self.version if self.handle is None else self.handle.is_changed()
-
-    def hand_over(self, handle: OffloadHandle, offset: int = 0) -> None:
-        """From now on the bytes are those of `handle`, from `offset`."""
-        del self.source, self.buffer
-        self.handle, self.offset = handle, offset
-
-
-class _Part:
-    """A saved tensor: which elements of a storage it is."""
-
-    __slots__ = ("dtype", "offset", "packer", "size", "storage", "stride", "version")
-
-    def __init__(self, packer: "_Packer", storage: _Storage, tensor: Tensor):
-        self.packer, self.storage, self.version = packer, storage, tensor._version
-        self.dtype, self.offset = tensor.dtype, tensor.storage_offset()
-        self.size, self.stride = tuple(tensor.shape), tensor.stride()
-
-    def unpack(self) -> Tensor:
-        return self.packer.unpack(self)
 
 
 class _Packer:
@@ -93,34 +45,34 @@ class _Packer:
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._chunk = scheduler, scheduler.config.chunk_bytes
         self._lock = threading.Lock()
-        self._shared: weakref.WeakValueDictionary[tuple[int, int], _Storage] = weakref.WeakValueDictionary()
-        self._small: deque[weakref.ref[_Storage]] = deque()
+        self._shared: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
+        self._small: deque[weakref.ref[Storage]] = deque()
         self._alive = 0
         self._waiting = 0
 
-    def pack(self, tensor: Tensor) -> "_Part | _Kept":
+    def pack(self, tensor: Tensor) -> "Part | Kept":
         """Return what stands for a tensor until the backward pass."""
-        reason = _refusal(tensor, self._scheduler.config.min_bytes)
+        reason = refusal(tensor, self._scheduler.config.min_bytes)
         if reason is not None:
             self._scheduler.counters.skip(reason)
-            return _Kept(tensor)
+            return Kept(tensor)
         with self._lock, torch.no_grad():
-            return _Part(self, self._find(tensor) or self._add(tensor), tensor)
+            return Part(self, self._find(tensor) or self._add(tensor), tensor)
 
-    def unpack(self, part: _Part) -> Tensor:
+    def unpack(self, part: Part) -> Tensor:
         """Return the tensor, on its device and with its layout."""
         storage = part.storage
         with self._lock, torch.no_grad():
             if storage.is_changed():
                 self._scheduler.counters.changed_in_place += 1
-                raise RuntimeError(_changed(part.size))
+                raise RuntimeError(changed(part.size))
             buffer: Tensor = storage.buffer if storage.handle is None else storage.handle.get()
             offset = (buffer.storage_offset() + storage.offset) // part.dtype.itemsize + part.offset
             # Not a view: what the backward pass does with it is no business of others that share the storage.
             tensor = torch.empty(0, dtype=part.dtype, device=buffer.device)
             return tensor.set_(buffer.untyped_storage(), offset, part.size, part.stride)
 
-    def _find(self, tensor: Tensor) -> _Storage | None:
+    def _find(self, tensor: Tensor) -> Storage | None:
         """Return the storage of a tensor if it was saved before and is still the same."""
         # While a storage is its original self it is referred to, so that no other can have its address.
         storage = self._shared.get((tensor.untyped_storage()._cdata, tensor._version))
@@ -132,10 +84,10 @@ class _Packer:
             storage.handle.keep()
         return storage
 
-    def _add(self, tensor: Tensor) -> _Storage:
+    def _add(self, tensor: Tensor) -> Storage:
         scheduler, memory = self._scheduler, tensor.untyped_storage()
         buffer = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-        storage = _Storage(tensor.detach(), buffer, scheduler.device.current_stream())
+        storage = Storage(tensor.detach(), buffer, scheduler.device.current_stream())
         self._shared[memory._cdata, tensor._version] = storage
         if buffer.numel() >= self._chunk // _SMALL:
             storage.hand_over(adopt(scheduler, storage.source, buffer))
@@ -152,10 +104,24 @@ class _Packer:
                 self._alive = len(self._small)
         return storage
 
-    def _gather(self) -> None:
+    def look_again(self) -> int:
+        """Move what may go now that those who computed it have returned; return how many they still hold."""
+        with self._lock, torch.no_grad():
+            while len(self._small) > _SMALL and self._scheduler.is_pressed() and self._gather():
+                pass
+        held = self._scheduler.counters.pinned_by_alias
+        self._scheduler.make_room()
+        return self._scheduler.counters.pinned_by_alias - held
+
+    def moved(self) -> int:
+        """Return how many copies were made or were refused by the host so far."""
+        counters = self._scheduler.counters
+        return counters.spills + counters.gatherings + counters.host_full
+
+    def _gather(self) -> bool:
         """Copy the oldest small storages to which nobody else refers into one slot, if they fill half of it."""
         stream, total = self._scheduler.device.current_stream(), 0
-        chosen: list[_Storage] = []
+        chosen: list[Storage] = []
         for _ in range(len(self._small)):
             storage = self._small[0]()
             if storage is not None and total + _aligned(storage) > self._chunk:
@@ -172,10 +138,11 @@ class _Packer:
                 self._small.append(weakref.ref(storage))
         if 2 * total < self._chunk:
             self._small.extendleft(weakref.ref(storage) for storage in reversed(chosen))
-        else:
-            self._copy(chosen, total)
+            return False
+        self._copy(chosen, total)
+        return True
 
-    def _copy(self, storages: list[_Storage], total: int) -> None:
+    def _copy(self, storages: list[Storage], total: int) -> None:
         scheduler, offset, places = self._scheduler, 0, []
         slot = ReservedSlot(scheduler, total)
         for storage in storages:
@@ -191,6 +158,28 @@ class _Packer:
         scheduler.counters.gatherings += 1
 
 
+class _Hooks(saved_tensors_hooks):
+    """The hooks of one context; when it is left, what could not go before is looked at once more."""
+
+    def __init__(self, owner: "OffloadHooks"):
+        pack, unpack = owner._pack, _unpack
+        if "torch._dynamo" in sys.modules:
+            # Tensors are saved from within compiled code, too, where the compiler would look into what it calls.
+            pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
+            pack.__self__ = owner
+        super().__init__(pack, unpack)
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._before = self._owner._moved()
+        super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if not any(error):
+            self._owner._look_again(self._before)
+
+
 class OffloadHooks(Offloader):
     """The context that `offload` returns: what is saved within it may go to the host.
 
@@ -203,53 +192,115 @@ class OffloadHooks(Offloader):
         super().__init__(config)
         self._packers: dict[torch.device, _Packer] = {}
         self._entered = threading.local()
+        self._said = False
 
+    @untraced
     def __enter__(self) -> Self:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         hooks = self.hooks() if outer is None else None
-        if hooks is not None:
-            hooks.__enter__()
-        self._entered.__dict__.setdefault("hooks", []).append(hooks)
-        return self
+        entered = self._entered.__dict__.setdefault("hooks", [])
+        entered.append(hooks)
+        try:
+            if hooks is not None:
+                hooks.__enter__()
+            return self
+        except BaseException:
+            # Interrupted: `__exit__` will not be called.
+            self._leave(entered)
+            raise
 
+    @untraced
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        hooks = self._entered.hooks.pop()
-        if hooks is not None:
-            hooks.__exit__()
+        entered = self._entered.hooks
+        try:
+            if entered[-1] is not None:
+                entered[-1].__exit__(kind, error, traceback)
+        finally:
+            self._leave(entered)
+
+    def _leave(self, entered: list[_Hooks | None]) -> None:
+        """Leave the innermost context, or what is left of it after an interrupt."""
+        if entered.pop() is not None and innermost() is self:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return a context in which what this thread saves goes through the scheduler, whatever hooks are outside."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        """Return a context in which what this thread saves goes through the scheduler, whatever hooks are outside.
+
+        Saved-tensor hooks are a thread's own, so that threads that start within `with offload() as off`, as the
+        replicas of `torch.nn.DataParallel` do, save as if it were not there: `with off.hooks()` in each of them.
+        """
+        return _Hooks(self)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave what is saved within this context on the device."""
-        with saved_tensors_hooks(_Kept, _unpack):
+        with saved_tensors_hooks(Kept, _unpack):
             yield
 
-    def _pack(self, tensor: Tensor) -> "_Part | _Kept":
+    def _pack(self, tensor: Tensor) -> "Part | Kept":
         # A tensor of another kind may have no storage, or not this one's meaning of it.
-        scheduler = self.scheduler(tensor.device) if type(tensor) in (Tensor, Parameter) else None
+        if type(tensor) not in (Tensor, Parameter):
+            self._own.skip(f"of the class {type(tensor).__name__}")
+            return Kept(tensor)
+        if tensor.device.type == "cpu" and self._is_beside(tensor):
+            return Kept(tensor)
+        scheduler = self.scheduler(tensor.device)
         if scheduler is None or scheduler.device.is_capturing():
-            return _Kept(tensor)
+            return Kept(tensor)
         packer = self._packers.get(tensor.device)
         if packer is None:
             packer = self._packers.setdefault(tensor.device, _Packer(scheduler))
         return packer.pack(tensor)
 
+    def _is_beside(self, tensor: Tensor) -> bool:
+        """Return whether a tensor on the CPU is none that a program which computes there would want to be rid of."""
+        if any(device.type != "cpu" for device in self._active()):
+            self._own.skip("on the CPU beside another device")
+            return True
+        if tensor.device in self._schedulers or tensor.layout is not torch.strided:
+            return False
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor()
+        return wrapped or tensor.untyped_storage().nbytes() <= self.config.min_bytes
+
+    def _moved(self) -> int:
+        """Return how many copies were made or were refused by the host so far."""
+        return sum(packer.moved() for packer in list(self._packers.values()))
+
+    def _look_again(self, before: int) -> None:
+        """Move what may go at the end of a context; say so, once, if it all is held by others.
+
+        Args:
+            before: What `_moved` returned at the context's beginning.
+        """
+        held = sum([packer.look_again() for packer in list(self._packers.values())])
+        if held > self.config.ring_slots and self._moved() == before and not self._said:
+            self._said = True
+            warnings.warn(f"offloading moved nothing of what was saved: {HELD}", RuntimeWarning, stacklevel=4)
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        for packer in self._packers.values():
+            packer._lock = threading.Lock()
+        self._packers = {}
+
 
 def offload(config: OffloadConfig | None = None) -> OffloadHooks:
     """Return a context in which the tensors that autograd saves move to the host when the device is nearly full.
 
-    Parameters, their views and autocast copies, integers, sparse and expanded tensors stay where they are. A storage
-    that is saved several times is copied once; small tensors are gathered into large copies.
+    Tensors of any dtype move. Parameters, their views and autocast copies, sparse and expanded tensors and those of
+    subclasses of Tensor stay where they are, and so does, of a program that saves tensors on another device, all that
+    is on the CPU. A storage that is saved several times is copied once; small tensors are gathered into large copies.
 
         with fusedrnn.offload() as off:
             loss = model(x).sum()
         loss.backward()
         print(off.explain())
+
+    It holds for the thread that enters it: one that starts within, as the replicas of `torch.nn.DataParallel` do, needs
+    a `with off.hooks()` of its own. A module compiled as one graph saves all at once when it returns, so that its
+    tensors move at the end of the context; compiled block by block, they move as they are made.
 
     Args:
         config: When and into how much memory; None for the defaults.
@@ -305,42 +356,9 @@ def offloader(name: str, value: object) -> OffloadHooks | None:
     )
 
 
-def _unpack(packed: "_Part | _Kept") -> Tensor:
+def _unpack(packed: "Part | Kept") -> Tensor:
     return packed.unpack()
 
 
-def _refusal(tensor: Tensor, min_bytes: int) -> str | None:
-    """Return why a tensor stays where it is, None if it may go."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
-        return "without memory of its own"
-    if tensor.layout is not torch.strided:
-        return "sparse"
-    if not tensor.is_floating_point():
-        return "not floating"
-    if tensor.is_neg():
-        return "negated view"
-    if tensor.untyped_storage().nbytes() <= min_bytes:
-        return "small"
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "expanded"
-    base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, Parameter):
-        return "parameter"
-    # Autocast casts a parameter once and keeps the copy: ToCopyBackward, with the parameter's node before it.
-    node = base.grad_fn
-    if node is not None and node.name().startswith("ToCopyBackward"):
-        before = node.next_functions[0][0]
-        if isinstance(getattr(before, "variable", None), Parameter):
-            return "copy of a parameter"
-    return None
-
-
-def _aligned(storage: _Storage) -> int:
+def _aligned(storage: Storage) -> int:
     return -(-storage.buffer.numel() // _ALIGNMENT) * _ALIGNMENT
-
-
-def _changed(shape: tuple[int, ...]) -> str:
-    return (
-        f"a tensor of shape {shape} saved for the backward pass was changed by an in-place operation afterwards: "
-        "work on a clone of it, or change it before it is used"
-    )

@@ -197,6 +197,14 @@ class Scheduler:
         self._spiller.sample(occupancy)
         return self._spiller.level is not Pressure.NONE
 
+    def make_room(self) -> None:
+        """Spill what may go now that nobody else refers to it, as behind the push of a tensor, without one."""
+        if not self.device.is_capturing():
+            self._exclusive.run(self._make_room)
+
+    def _make_room(self) -> None:
+        self._spiller.make_room_adopted(0)
+
     def get(self, entry: Entry, writable: bool = False) -> Any:
         """Return the entry's buffer, safe to be read on the current stream, and to be overwritten if `writable`."""
         return self._exclusive.run(self._get, entry, writable)

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedrnn.offloading.accelerators import is_capturing, is_integrated, missing
 from fusedrnn.offloading.config import OffloadConfig
-from fusedrnn.offloading.device import CudaDevice, Device, ThreadDevice
+from fusedrnn.offloading.device import Device, ThreadDevice, device_for
 from fusedrnn.offloading.entry import Entry
+from fusedrnn.offloading.forks import reset_after_fork
 from fusedrnn.offloading.resident import ResidentStack
 from fusedrnn.offloading.ring import Slot
 from fusedrnn.offloading.scheduler import Scheduler
-from fusedrnn.offloading.stats import Counters, add_up, describe
+from fusedrnn.offloading.stats import Counters, add_up, describe, skips
 
 
 class ReservedSlot:
@@ -104,7 +106,10 @@ class OffloadHandle:
         return slot is not None and slot.source is not None
 
     def __del__(self) -> None:
-        self._scheduler.abandon(self.entry)
+        # A compiler that traces through makes objects without `__init__`.
+        entry = getattr(self, "entry", None)
+        if entry is not None:
+            self._scheduler.abandon(entry)
 
 
 class ActivationStack:
@@ -158,6 +163,9 @@ class Offloader:
         self.config = config or OffloadConfig()
         self._schedulers: dict[torch.device, Scheduler | None] = {}
         self._lock = threading.Lock()
+        self._own = Counters()
+        """What belongs to no device's scheduler."""
+        reset_after_fork(self)
 
     def __repr__(self) -> str:
         """Return the configuration, as far as it is not the default."""
@@ -196,10 +204,15 @@ class Offloader:
         return hooks is None or getattr(hooks[0], "__self__", None) is self
 
     def scheduler(self, device: torch.device) -> Scheduler | None:
-        """Return the scheduler of `device`, or None where offloading is inactive, which is said once."""
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        """Return the scheduler of `device`, or None where offloading is inactive, which is said once.
+
+        While a graph is captured none is made, since that asks things of the device.
+        """
+        if device.index is None and device.type != "cpu" and missing(device) is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         if device not in self._schedulers:
+            if is_capturing(device):
+                return None
             with self._lock:
                 if device not in self._schedulers:
                     found = self._find(device)
@@ -208,7 +221,7 @@ class Offloader:
 
     def stats(self) -> Counters:
         """Return what was counted so far, of all devices together."""
-        return add_up(scheduler.stats() for scheduler in self._active().values())
+        return add_up([self._own, *(scheduler.stats() for scheduler in self._active().values())])
 
     def explain(self, decisions: int = 8) -> str:
         """Say in words what moved and why.
@@ -218,11 +231,17 @@ class Offloader:
         """
         files = "" if self.config.spill_dir is None else f" with files in {self.config.spill_dir}"
         found = [
-            f"offloading on {device}{files}: "
-            + describe(scheduler.stats(), [*scheduler.recorder.decisions][-decisions:])
+            f"offloading on {device}{files}: " + describe(scheduler.stats(), _last(scheduler, decisions))
             for device, scheduler in self._active().items()
         ]
-        return "\n".join(found) or "offloading: nothing was saved on a device on which it is active"
+        if not found:
+            found.append(
+                "offloading: nothing was saved on a device on which it is active. Saved-tensor hooks are a thread's "
+                "own: a thread that starts within `with offload() as off` needs a `with off.hooks()` of its own"
+            )
+        if self._own.skipped:
+            found.append("not looked at: " + skips(self._own))
+        return "\n".join(found)
 
     def export_trace(self, path: str | Path) -> None:
         """Write what the streams did to a file that trace viewers open (chrome://tracing, ui.perfetto.dev).
@@ -247,16 +266,26 @@ class Offloader:
     def _active(self) -> dict[torch.device, Scheduler]:
         return {device: found for device, found in list(self._schedulers.items()) if found is not None}
 
+    def _after_fork(self) -> None:
+        """In a forked child: forget who held what."""
+        self._lock = threading.Lock()
+
     def _find(self, device: torch.device) -> Device | None:
-        if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
-            return CudaDevice(device)
-        if device.type == "cpu" and not (self.config.occupancy is None and self.config.spill_dir is None):
-            return ThreadDevice()
         if device.type == "cpu":
+            if not (self.config.occupancy is None and self.config.spill_dir is None):
+                return ThreadDevice()
             reason = "the CPU's memory is the host's; name a folder on a disk as `spill_dir`, or inject `occupancy`"
-        elif device.type == "cuda":
+        elif is_integrated(device):
             reason = "its memory is the host's"
         else:
-            reason = "only CUDA devices have streams that it knows"
+            found = device_for(device)
+            if found is not None:
+                return found
+            reason = f"copies need streams, events and pinned memory, and {missing(device)}"
         warnings.warn(f"offloading is inactive on {device}: {reason}", RuntimeWarning, stacklevel=5)
         return None
+
+
+def _last(scheduler: Scheduler, number: int) -> list[tuple[int, str, int, str]]:
+    decisions = [*scheduler.recorder.decisions]
+    return decisions[max(0, len(decisions) - number) :]

@@ -40,7 +40,7 @@ class Counters:
         ring_grown: Slots beyond the ring's bound, since nothing could make way.
         host_full: Spills for which the host had no room.
         device_failures: Allocations that the device refused.
-        pinned_by_alias: Tensors passed over, since a copy of them would free nothing while somebody refers to them.
+        pinned_by_alias: Times that a tensor was passed over, since a copy would free nothing while it is referred to.
         shared: Saved tensors whose storage had been saved before.
         gathered: Small tensors gathered into larger copies.
         gatherings: Those copies.
@@ -233,6 +233,18 @@ def trace_events(
     return events
 
 
+HELD = (
+    "a copy of what somebody still refers to would free nothing. A module compiled as one graph holds all that it "
+    "saves until it returns, and a loop all outputs that it collects: compile blocks one by one, keep no list of what "
+    "is saved, or keep less (`save`, checkpointing)"
+)
+
+
+def skips(counters: Counters) -> str:
+    """Return in words what was not moved, and why."""
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counters.skipped.items()))
+
+
 def describe(counters: Counters, decisions: Iterable[tuple[int, str, int, str]] = ()) -> str:
     """Return in words what the counters say, and the latest decisions."""
     c = counters
@@ -252,17 +264,18 @@ def describe(counters: Counters, decisions: Iterable[tuple[int, str, int, str]] 
     if c.disk_waits:
         lines.append(f"the host waited {c.disk_waits} times for the disk, {c.disk_wait_seconds:.3g} s")
     if c.skipped:
-        lines.append("not moved: " + ", ".join(f"{count} {reason}" for reason, count in sorted(c.skipped.items())))
+        lines.append(f"not moved: {skips(c)}")
     for word, count in (
         ("spills found the host full", c.host_full),
         ("buffers found no room in files", c.disk_full),
         ("buffers could not be written to files or read from there", c.disk_failures),
         ("allocations were refused by the device", c.device_failures),
         ("slots had to be added to the ring", c.ring_grown),
-        ("tensors stayed, since somebody else refers to them", c.pinned_by_alias),
     ):
         if count:
             lines.append(f"{count} {word}")
+    if c.pinned_by_alias:
+        lines.append(f"{c.pinned_by_alias} times a tensor was passed over, since somebody else refers to it: {HELD}")
     if c.stall_seconds:
         lines.append(f"readers waited {c.stall_seconds:.3g} s for their buffers")
     lines += [f"  {action} {sequence} ({size(nbytes)}): {why}" for sequence, action, nbytes, why in decisions]

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fusedrnn.offloading.device import CudaDevice, Device, Span
+from fusedrnn.offloading.device import Device, Span, device_for
 
 _END = object()
 _AHEAD = 2
@@ -36,7 +36,7 @@ _streams_lock = threading.Lock()
 @lru_cache
 def device_of(device: torch.device) -> Device | None:
     """Return who copies to and from a device; None where its memory is the host's."""
-    return CudaDevice(device) if device.type == "cuda" else None
+    return device_for(device)
 
 
 def _copy_streams(copier: Device) -> tuple[Any, Any]:

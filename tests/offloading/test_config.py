@@ -1,8 +1,12 @@
 """What a user may say, and how much memory a process may pin; every option moves a counter."""
 
-import pytest
+import pickle
+from dataclasses import replace
 
-from fusedrnn.offloading import OffloadConfig
+import pytest
+import torch
+
+from fusedrnn.offloading import OffloadConfig, Offloader
 from fusedrnn.offloading.config import process_memory
 from fusedrnn.offloading.forecast import forecast
 
@@ -146,3 +150,23 @@ def test_a_hysteresis_between_the_marks():
 
 def test_configurations_are_values():
     assert OffloadConfig() == OffloadConfig(min_bytes=2048) and hash(OffloadConfig()) == hash(OffloadConfig())
+
+
+def test_the_low_mark_follows_the_limit_unless_it_is_given():
+    assert OffloadConfig().low_watermark == OffloadConfig(occupancy_limit=1.0).low_watermark == 0.6
+    low = OffloadConfig(occupancy_limit=0.35)
+    assert low.low_watermark == pytest.approx(0.3) and OffloadConfig(occupancy_limit=0.0).low_watermark == 0
+    for other in (replace(OffloadConfig(), occupancy_limit=0.35), pickle.loads(pickle.dumps(low))):
+        assert other == low and hash(other) == hash(low) and repr(other) == repr(low)
+    assert replace(low, occupancy_limit=0.7) == OffloadConfig() == OffloadConfig(low_watermark=0.6)
+    with pytest.raises(ValueError, match=r"got 0\.6 and 0\.5"):
+        OffloadConfig(occupancy_limit=0.5, low_watermark=0.6)
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    off = Offloader(OffloadConfig(spill_dir=folder))
+    folder.rmdir()
+    with pytest.raises(ValueError, match=r"`spill_dir` must be a folder .*gone"):
+        off.scheduler(torch.device("cpu"))
