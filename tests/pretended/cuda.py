@@ -191,14 +191,19 @@ class Stream(torch.Stream):
         event.wait(self)
 
 
-class Event(torch.Event):
-    """`torch.cuda.Event`."""
+class _EventType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Event)
 
-    def __new__(
+
+class Event(metaclass=_EventType):
+    """`torch.cuda.Event`. Its objects are plain `torch.Event`s, since those take no subclass for one another."""
+
+    def __new__(  # type: ignore[misc]
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> "Event":
+    ) -> torch.Event:
         """Return an event that is created when it is recorded."""
-        return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+        return torch.Event(device="cuda", enable_timing=enable_timing, blocking=blocking)
 
 
 def _as_cuda(stream: torch.Stream) -> Stream:
