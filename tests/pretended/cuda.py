@@ -111,7 +111,7 @@ def reset() -> None:
     """Set everything above to its default."""
     set_delays()
     overwrite_freed(AT_FREE)
-    set_memory(2 << 30)
+    set_memory(4 << 30)
     fail_allocation(0)
     fail_copy(0)
     limit_pinned(0)

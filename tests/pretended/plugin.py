@@ -22,6 +22,7 @@ _REFUSAL = "Triton is not installed"
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Skip what only a Triton kernel can run; fail what leaves an asynchronous error behind."""
     cuda.reset()
+    torch.cuda.empty_cache()
     try:
         result = yield
     except RuntimeError as refused:

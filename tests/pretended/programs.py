@@ -62,20 +62,25 @@ def main() -> int:
     console = Console()
     programs: Counter[str] = Counter()
     spills: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     faults: list[str] = []
     start = time.monotonic()
     seeds = range(args.first, args.first + args.seeds)
     for seed in track(seeds, "programs", console=console, transient=True):
         if args.seconds is not None and time.monotonic() - start > args.seconds:
             break
+        began = time.monotonic()
         outcome = _run_watched(seed, program.run, kinds=args.kind, known_faults=args.known_faults)
         programs[outcome.kind] += 1
+        seconds[outcome.kind] += time.monotonic() - began
         spills[outcome.kind] += outcome.spills
         for fault in outcome.faults:
             faults.append(f"seed {seed}, {outcome.name}: {fault}")
             console.print(faults[-1], markup=False, highlight=False)
     for kind in sorted(programs):
-        console.print(f"{kind}: {programs[kind]} programs, {spills[kind]:,} spills", highlight=False)
+        console.print(
+            f"{kind}: {programs[kind]} programs, {spills[kind]:,} spills, {seconds[kind]:.1f} s", highlight=False
+        )
     counts = cuda.counts()
     console.print(
         f"{sum(programs.values())} programs on {args.devices} device(s), {counts['operators']:,} operators, "
