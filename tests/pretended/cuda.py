@@ -82,6 +82,12 @@ def set_delay(stream: torch.Stream, microseconds: int) -> None:
     _lib.pretended_set_delay(stream.stream_id, microseconds)
 
 
+def set_next_delay(ahead: int, device: torch.device, microseconds: int) -> None:
+    """Delay the stream that is handed out `ahead` streams from now; 0 is the next one."""
+    before = torch.Stream(device).stream_id
+    _lib.pretended_set_delay(1 + (before + ahead) % (_STREAMS - 1), microseconds)
+
+
 def overwrite_freed(when: int) -> None:
     """Overwrite freed memory `AT_FREE`, `AT_HAND_OUT`, or never (0)."""
     _lib.pretended_set_poison(when)

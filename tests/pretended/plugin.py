@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import cuda  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import cuda
+import pytest
+import torch
 
 torch.set_num_threads(1)
 _REFUSAL = "Triton is not installed"

@@ -1,7 +1,7 @@
 """Random programs on the pretended device, each compared bit by bit with the same program without offloading.
 
-    python tests/pretended/programs.py --seeds 200 --devices 2
-    python tests/pretended/programs.py --first 17 --seeds 1          # one program again
+python tests/pretended/programs.py --seeds 200 --devices 2
+python tests/pretended/programs.py --first 17 --seeds 1          # one program again
 """
 
 import argparse
@@ -24,7 +24,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="begin no further program after so many seconds")
     parser.add_argument("--devices", type=int, default=1, help="pretended devices (default: %(default)s)")
     parser.add_argument("--kind", action="append", help="only programs of this kind; may be given several times")
-    parser.add_argument("--without", metavar="EDGE", help="leave out an edge of the scheduler: the programs must notice")
+    parser.add_argument(
+        "--without", metavar="EDGE", help="leave out an edge of the scheduler: the programs must notice"
+    )
+    parser.add_argument("--until-fault", action="store_true", help="stop at the first fault")
     parser.add_argument("--known-faults", action="store_true", help="run what is left out for a known fault, too")
     return parser.parse_args()
 
@@ -77,6 +80,8 @@ def main() -> int:
         for fault in outcome.faults:
             faults.append(f"seed {seed}, {outcome.name}: {fault}")
             console.print(faults[-1], markup=False, highlight=False)
+        if faults and args.until_fault:
+            break
     for kind in sorted(programs):
         console.print(
             f"{kind}: {programs[kind]} programs, {spills[kind]:,} spills, {seconds[kind]:.1f} s", highlight=False
