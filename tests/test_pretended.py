@@ -20,7 +20,13 @@ NOTICED_BY = {
     "E7": ["overwritten"],
     "home": ["interleaved"],
 }
-"""Kinds of programs that show the absence of an edge, so that few are enough."""
+"""Kinds of programs that show the absence of an edge, so that few are enough.
+
+E2 is not among them. Where a host slot is used again, its last copy was a spill, which is on the same stream; or a
+fetch whose entry is gone, so that nobody sees what it brings; or, with a disk below, a fetch whose entry lives. Of the
+last kind `tight._interleaved` has dozens under way when a spill follows, and in none did the spill overtake the fetch.
+The proof on the simulated device, which knows every access, shows the race: `python -m fusedrnn.offloading.proof`.
+"""
 
 
 def _builder():

@@ -82,10 +82,10 @@ def set_delay(stream: torch.Stream, microseconds: int) -> None:
     _lib.pretended_set_delay(stream.stream_id, microseconds)
 
 
-def set_next_delay(ahead: int, device: torch.device, microseconds: int) -> None:
-    """Delay the stream that is handed out `ahead` streams from now; 0 is the next one."""
-    before = torch.Stream(device).stream_id
-    _lib.pretended_set_delay(1 + (before + ahead) % (_STREAMS - 1), microseconds)
+def following(stream: torch.Stream, number: int) -> torch.Stream:
+    """Return the stream that is handed out so many streams after another."""
+    following = 1 + (stream.stream_id - 1 + number) % (_STREAMS - 1)
+    return torch.Stream(stream_id=following, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def overwrite_freed(when: int) -> None:

@@ -1,4 +1,4 @@
-"""Leaves out one edge between streams, to see that the programs notice. Nothing else here knows the scheduler's inside."""
+"""Leaves out one edge between streams, to see that the programs notice; nothing else here knows the scheduler inside."""
 
 from importlib import import_module
 from typing import Any

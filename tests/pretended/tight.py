@@ -19,7 +19,7 @@ Found = tuple[str, list[str], Any]
 
 
 def _interleaved(draw: random.Random, device: torch.device) -> Found:
-    """E2: amid one graph's backward pass, another's forward pass spills to where the first still fetches from.
+    """E2 and E4: amid one graph's backward pass, another's forward pass spills to where the first still fetches from.
 
     With a disk below, a fetch gives its host slot back at once, to be used again after the copy.
     """
@@ -30,10 +30,18 @@ def _interleaved(draw: random.Random, device: torch.device) -> Found:
     nbytes = rows * n * 4
     off = fusedrnn.offload(
         full_device(
-            min_bytes=256, chunk_bytes=1024, ring_slots=draw.choice((2, 3)), prefetch=draw.choice((1, 2, 4)),
+            min_bytes=256, chunk_bytes=1024, ring_slots=draw.choice((2, 3, 6, 8)), prefetch=draw.choice((2, 4, 4)),
             spill_dir=tempfile.gettempdir(), host_limit=nbytes * draw.choice((2, 3, 4)),
         )
     )  # fmt: skip
+
+    # One of the scheduler's two streams, which are the next ones of the pool, becomes slower than the other now and then.
+    slow = cuda.following(torch.Stream(device), draw.choice((1, 2, 2)))
+    off.scheduler(device)
+
+    # The first graph has a stream of its own, so that the second, which spills, does not wait for what the first waits.
+    ours = torch.accelerator.current_stream(device)
+    aside = torch.Stream(device) if draw.random() < 0.8 else ours
 
     def step(context: Any) -> list[Tensor]:
         def within(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -43,26 +51,31 @@ def _interleaved(draw: random.Random, device: torch.device) -> Found:
                 return module(x)
 
         x.grad = None
-        states = [x.detach().requires_grad_()]
-        middles = []
-        for layer in first:
-            middles.append(within(layer, states[-1]))
-            states.append(middles[-1].detach().requires_grad_())
-        grad, found = torch.ones_like(x), []
+        middles: list[Tensor] = []
+        aside.wait_stream(ours)
+        with aside:
+            states = [x.detach().requires_grad_()]
+            for layer in first:
+                middles.append(within(layer, states[-1]))
+                states.append(middles[-1].detach().requires_grad_())
+            grad, found = torch.ones_like(x), []
         for index in reversed(range(len(middles))):
+            if index in (5, 3, 1):
+                # What is fetched from now on stays on its way for a while.
+                cuda.set_delay(slow, 20_000)
+            with aside:
+                grads = torch.autograd.grad(middles.pop(), [states[index], *first[index].parameters()], grad)
+                grad = grads[0]
+                found += grads
             if index in (5, 3, 1):
                 loss = within(second, x).square().sum()
                 found += torch.autograd.grad(loss, list(second.parameters()))
-            grads = torch.autograd.grad(middles.pop(), [states[index], *first[index].parameters()], grad)
-            grad = grads[0]
-            found += grads
+                cuda.set_delay(slow, 0)
+        ours.wait_stream(aside)
         return found
 
     expected = [tensor.cpu() for tensor in step(None)]
     faults = []
-    # One of the scheduler's two streams is much slower than the other, which can then overtake it.
-    cuda.set_next_delay(draw.choice((0, 1, 1)), device, draw.choice((1000, 4000)))
-    off.scheduler(device)
     for number in range(3):
         found = [tensor.cpu() for tensor in step(off)]
         if not all(map(torch.equal, found, expected)):
