@@ -1,4 +1,4 @@
-"""Leaves out one edge between streams, to see that the programs notice; nothing else here knows the scheduler inside."""
+"""Leaves out one edge between streams, to see that the programs notice. Only this knows the inside of the scheduler."""
 
 from importlib import import_module
 from typing import Any

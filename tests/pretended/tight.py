@@ -35,7 +35,7 @@ def _interleaved(draw: random.Random, device: torch.device) -> Found:
         )
     )  # fmt: skip
 
-    # One of the scheduler's two streams, which are the next ones of the pool, becomes slower than the other now and then.
+    # One of the scheduler's two streams, the next ones of the pool, becomes slower than the other now and then.
     slow = cuda.following(torch.Stream(device), draw.choice((1, 2, 2)))
     off.scheduler(device)
 
