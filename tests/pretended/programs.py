@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,10 @@ def main() -> int:
         if args.seconds is not None and time.monotonic() - start > args.seconds:
             break
         began = time.monotonic()
-        outcome = _run_watched(seed, program.run, kinds=args.kind, known_faults=args.known_faults)
+        try:
+            outcome = _run_watched(seed, program.run, kinds=args.kind, known_faults=args.known_faults)
+        except Exception:
+            outcome = program.Outcome("raised", "a program without offloading", [traceback.format_exc()])
         programs[outcome.kind] += 1
         seconds[outcome.kind] += time.monotonic() - began
         spills[outcome.kind] += outcome.spills

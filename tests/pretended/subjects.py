@@ -123,7 +123,7 @@ def _dynamic(draw: random.Random, device: torch.device, off: Off, left_out: Set[
 
 def _layers(draw: random.Random, device: torch.device, off: Off, gru: bool, streamed: bool) -> tuple[str, Any, Any]:
     """Return a name, and two layers with the same weights: the plain one, and one that offloads."""
-    kinds: list[dict[str, Any]] = [{}, {}, {"num_layers": 2}, {"layer_norm": True}]
+    kinds: list[dict[str, Any]] = [{}, {}, {"num_layers": 2}, {} if gru else {"layer_norm": True}]
     # Both directions of a sequence cannot be had in one pass over it.
     kind = draw.choice(kinds if streamed else [*kinds, {"bidirectional": True}])
     options: dict[str, Any] = {}
