@@ -130,6 +130,9 @@ class _Comparison:
             cuda.overwrite_freed(cuda.AT_HAND_OUT if self._subject.reads_freed else overwritten)
             self._delay = draw.choice((0, 0, 20, 100))
             cuda.set_delays(self._delay, draw.choice((0, 20, 300, 1000)))
+            if self._subject.fast is not None:
+                cuda.set_delays(0, 5000)
+                cuda.set_delay(self._subject.fast, 0)
             # The last step has no failure: whatever happened before, it must be exact.
             failing = self._failing and number < 2
             found += [f"step {number}: {fault}" for fault in self._compare(expected, failing, number > 0)]

@@ -34,6 +34,7 @@ class Subject:
         host_input: Whether the input stays on the host.
         reads_freed: Whether it is right only since freed memory is not overwritten before it is handed out again, as
             a program is that uses memory of another stream and synchronizes before that stream goes on.
+        fast: A stream of its own that is not delayed, while copies are delayed a lot.
         side: Whether it may run on a stream of its own.
     """
 
@@ -45,6 +46,7 @@ class Subject:
     differentiable: bool = True
     host_input: bool = False
     reads_freed: bool = False
+    fast: torch.Stream | None = None
     side: bool = True
 
 
@@ -206,7 +208,9 @@ def _two_streams(draw: random.Random, device: torch.device, off: Off, left_out: 
         with off:
             return compute(x)
 
-    return Subject("two streams", torch.randn(n), forward, lambda off: list(module.parameters()), reads_freed=True)
+    return Subject(
+        "two streams", torch.randn(n), forward, lambda off: list(module.parameters()), reads_freed=True, fast=aside
+    )
 
 
 KINDS: dict[str, Callable[[random.Random, torch.device, Off, Set[str]], Subject]] = {
