@@ -22,10 +22,9 @@ NOTICED_BY = {
 }
 """Kinds of programs that show the absence of an edge, so that few are enough.
 
-E2 is not among them. Where a host slot is used again, its last copy was a spill, which is on the same stream; or a
-fetch whose entry is gone, so that nobody sees what it brings; or, with a disk below, a fetch whose entry lives. Of the
-last kind `tight._interleaved` has dozens under way when a spill follows, and in none did the spill overtake the fetch.
-The proof on the simulated device, which knows every access, shows the race: `python -m fusedrnn.offloading.proof`.
+E2 is not among them: without it no program gave a wrong number. Where a host slot is used again, its last copy was a
+spill, which is on the same stream; or a fetch whose entry is gone, so that nobody sees what it brings; or, with a disk
+below, a fetch whose entry may live. `tight._interleaved` is after the last kind and has not hit it yet.
 """
 
 
