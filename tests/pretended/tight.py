@@ -19,7 +19,7 @@ Found = tuple[str, list[str], Any]
 
 
 def _interleaved(draw: random.Random, device: torch.device) -> Found:
-    """E4, and aimed at E2: amid one graph's backward pass, another's forward pass spills to where the first still fetches from.
+    """E4, and aimed at E2: amid a graph's backward pass, another spills to where the first still fetches from.
 
     With a disk below, a fetch gives its host slot back at once, to be used again after the copy.
     """
