@@ -2,21 +2,27 @@
 
     python -m fusedrnn.offloading.proof --seeds 100000
     python -m fusedrnn.offloading.proof --seeds 20000 --disk third
+    python -m fusedrnn.offloading.proof --pretended     # whole models on a pretended GPU instead; needs a checkout
 
 A program pushes buffers of several sizes on one or two stacks and streams, under a ring, a host pool and an occupancy
 that are drawn too, and then reads them in one of the ways in which a backward pass can go, or not at all.
 """
 
 import argparse
+import os
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import fusedrnn
 from fusedrnn.offloading.config import OffloadConfig
 from fusedrnn.offloading.scheduler import Scheduler
 from fusedrnn.offloading.simulated import SimulatedDevice, View
@@ -257,6 +263,25 @@ def _totals(seeds: range, disk: str) -> tuple[int, int, int, list[str]]:
     return operations, spills, loads, faults
 
 
+def _pretended(seeds: int, first: int) -> int:
+    """Run the programs of tests/pretended, half of them on one device and half on two; return 0 if none had a fault."""
+    programs = Path(fusedrnn.__file__).resolve().parent.parent / "tests" / "pretended" / "programs.py"
+    if not programs.exists():
+        print(f"--pretended needs a checkout of the source: there is no {programs}", file=sys.stderr)
+        return 2
+    if not any(map(shutil.which, (os.environ.get("CXX") or "c++", "c++", "g++"))):
+        print("--pretended needs a C++ compiler: c++ or g++ on PATH, or $CXX", file=sys.stderr)
+        return 2
+    halves = ((1, first, seeds - seeds // 2), (2, first + seeds - seeds // 2, seeds // 2))
+    command = [sys.executable, str(programs)]
+    statuses = [
+        subprocess.run([*command, "--devices", str(devices), "--first", str(start), "--seeds", str(count)]).returncode
+        for devices, start, count in halves
+        if count
+    ]
+    return int(any(statuses))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its status: 0 if no program showed a fault."""
     from concurrent.futures import ProcessPoolExecutor
@@ -265,11 +290,18 @@ def main(argv: list[str] | None = None) -> int:
     from rich.progress import track
 
     parser = argparse.ArgumentParser(prog="python -m fusedrnn.offloading.proof", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=100_000, help="programs to run (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, help="programs to run (default: 100000; 400 if pretended)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--disk", choices=DISKS, default="none", help="where a disk is (default: %(default)s)")
+    parser.add_argument(
+        "--pretended", action="store_true", help="run training steps on a pretended GPU, from a checkout of the source"
+    )
     args = parser.parse_args(argv)
+    if args.seeds is None:
+        args.seeds = 400 if args.pretended else 100_000
+    if args.pretended:
+        return _pretended(args.seeds, args.first)
     last = args.first + args.seeds
     parts = [range(start, min(start + 250, last)) for start in range(args.first, last, 250)]
     console = Console()
