@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 import fusedrnn
 from fusedrnn.bench._measure import OURS, in_process, peak_bytes, synchronize, times
 from fusedrnn.bench._report import console, mib, progress, row, table
+from fusedrnn.offloading.accounts import Account
 from fusedrnn.offloading.forecast import Forecast, forecast
 from fusedrnn.offloading.scheduler import Scheduler
 from fusedrnn.offloading.stack import ActivationStack
@@ -111,7 +112,7 @@ class _Free:
     direct = False
 
     def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(1))
+        self._buffer, self._account = memoryview(bytearray(1)), Account()
 
     def current_stream(self) -> int:
         return 0
@@ -134,7 +135,7 @@ class _Free:
     def synchronize(self, event: Any) -> None:
         return None
 
-    def failure(self, event: Any) -> OSError | None:
+    def failure(self, event: Any) -> Exception | None:
         return None
 
     def elapsed(self, start: Any, end: Any) -> float | None:
@@ -151,6 +152,15 @@ class _Free:
 
     def copy(self, stream: Any, target: Any, source: Any) -> None:
         return None
+
+    def record_stream(self, buffer: Any, stream: Any) -> None:
+        return None
+
+    def finish(self) -> None:
+        return None
+
+    def account(self, folder: Any = None) -> Account:
+        return self._account
 
     def holders(self, buffer: Any) -> int:
         return 0

@@ -148,8 +148,9 @@ class Owner(weakref.ref[Any]):
 
     def __new__(cls, owner: Any, queue: Callable[["Owner"], None], item: Entry | Slot) -> "Owner":
         """Return the reference."""
-        return super().__new__(cls, owner, queue)
+        self = super().__new__(cls, owner, queue)
+        self.item = item
+        return self
 
     def __init__(self, owner: Any, queue: Callable[["Owner"], None], item: Entry | Slot):
-        super().__init__(owner, queue)
-        self.item = item
+        """Do nothing more."""

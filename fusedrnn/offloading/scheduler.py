@@ -126,8 +126,7 @@ class Scheduler:
                 self._spiller.make_room(nbytes)
                 self._spiller.write_ahead(nbytes)
         except ORDERLY:
-            # Ended as soon as the device does its work again.
-            self._exclusive.ownerless.append(slot.owner if entry is None else entry.owner)
+            self._give_up(slot if entry is None else entry)
             raise
         self.recorder.settle()
 
@@ -153,9 +152,14 @@ class Scheduler:
                 self._spiller.make_room_adopted(nbytes)
                 self._spiller.write_ahead(nbytes)
         except ORDERLY:
-            self._exclusive.ownerless.append(entry.owner)
+            self._give_up(entry)
             raise
         self.recorder.settle()
+
+    def _give_up(self, item: Entry | Slot) -> None:
+        """End what was being pushed when the device failed, as soon as it does its work again."""
+        if item.owner is not None:
+            self._exclusive.ownerless.append(item.owner)
 
     def _link(self, slot: Slot, nbytes: int, stream: Any, owner: Any) -> Entry:
         ready = self.device.record(stream, slot.start is not None)

@@ -73,9 +73,9 @@ class Transfers:
         self.spill_stream, self.fetch_stream = new_stream("spill"), new_stream("fetch")
         self.streams = [self.spill_stream, self.fetch_stream]
         if config.spill_dir is not None:
-            extents = partial(device.allocate_disk, config.spill_dir)
+            extents, limit = partial(device.allocate_disk, config.spill_dir), config.disk_bytes()
             account = device.account(config.spill_dir)
-            files = HostPool(device, extents, config.disk_bytes(), account, alignment=BLOCK, most=_MOST_EXTENT)
+            files = HostPool(device, extents, limit, account, alignment=BLOCK, most=_MOST_EXTENT)
             if not self.direct:
                 self.disk = files
                 self._write_stream, self._read_stream = device.new_disk_stream("write"), device.new_disk_stream("read")
