@@ -13,19 +13,16 @@ PRETENDED = ROOT / "tests" / "pretended"
 
 NOTICED_BY = {
     "E1": ["mlp", "recurrent"],
+    "E2": ["reused_host"],
     "E3": ["recurrent", "overwritten"],
     "E4": ["interleaved"],
     "E5": ["recurrent", "overwritten"],
     "E6": ["recurrent", "interleaved"],
     "E7": ["overwritten"],
     "home": ["interleaved"],
+    "adopted": ["foreign_memory"],
 }
-"""Kinds of programs that show the absence of an edge, so that few are enough.
-
-E2 is not among them: without it no program gave a wrong number. Where a host slot is used again, its last copy was a
-spill, which is on the same stream; or a fetch whose entry is gone, so that nobody sees what it brings; or, with a disk
-below, a fetch whose entry may live. `tight._interleaved` is after the last kind and has not hit it yet.
-"""
+"""Kinds of programs that show the absence of an edge, so that few are enough."""
 
 
 def _builder():

@@ -145,6 +145,7 @@ class Owner(weakref.ref[Any]):
     """
 
     __slots__ = ("item",)
+    item: Entry | Slot
 
     def __new__(cls, owner: Any, queue: Callable[["Owner"], None], item: Entry | Slot) -> "Owner":
         """Return the reference."""

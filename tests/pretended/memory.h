@@ -141,9 +141,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
   Block* cached(const Key& key, size_t size) {
     auto& blocks = cache_[key];
-    const auto found = blocks.lower_bound(size);
+    auto found = blocks.lower_bound(size);
     // A block that is much too large would make memory look fuller than it is.
     if (found == blocks.end() || found->first > size + size / 4) return nullptr;
+    // The one that was freed last, which shows at once who still uses it.
+    found = std::prev(blocks.upper_bound(found->first));
     Block* block = found->second;
     blocks.erase(found);
     return block;

@@ -41,20 +41,17 @@ class Outcome:
     spills: int = 0
 
 
-def run(seed: int, kinds: list[str] | None = None, known_faults: bool = False) -> Outcome:
+def run(seed: int, kinds: list[str] | None = None) -> Outcome:
     """Run the program of a seed.
 
     Args:
         seed: Draws everything.
         kinds: Kinds to draw from; None for all.
-        known_faults: Whether what has a known fault is drawn, too.
     """
     draw = random.Random(seed)
     torch.manual_seed(seed)
     cuda.reset()
-    left_out = frozenset() if known_faults else subjects.KNOWN_FAULTS
-    names = [name for name in kinds or [*subjects.KINDS, *tight.KINDS] if name not in left_out]
-    kind = draw.choice(names)
+    kind = draw.choice(kinds or [*subjects.KINDS, *tight.KINDS])
     # With several devices, mostly on one that is not current.
     device = torch.device("cuda", cuda.DEVICES - 1 if draw.random() < 0.7 else 0)
     with warnings.catch_warnings():
@@ -64,7 +61,7 @@ def run(seed: int, kinds: list[str] | None = None, known_faults: bool = False) -
             name, faults, off = tight.KINDS[kind](draw, device)
         else:
             off = fusedrnn.offload(full_device(**_options(draw)))
-            subject = subjects.KINDS[kind](draw, device, off, left_out)
+            subject = subjects.KINDS[kind](draw, device, off)
             name, faults = subject.kind, _Comparison(draw, device, off, subject).faults()
         cuda.reset()
         faults += _left_over(off, device)

@@ -29,7 +29,6 @@ def _arguments() -> argparse.Namespace:
         "--without", metavar="EDGE", help="leave out an edge of the scheduler: the programs must notice"
     )
     parser.add_argument("--until-fault", action="store_true", help="stop at the first fault")
-    parser.add_argument("--known-faults", action="store_true", help="run what is left out for a known fault, too")
     return parser.parse_args()
 
 
@@ -75,7 +74,7 @@ def main() -> int:
             break
         began = time.monotonic()
         try:
-            outcome = _run_watched(seed, program.run, kinds=args.kind, known_faults=args.known_faults)
+            outcome = _run_watched(seed, program.run, kinds=args.kind)
         except Exception:
             outcome = program.Outcome("raised", "a program without offloading", [traceback.format_exc()])
         programs[outcome.kind] += 1

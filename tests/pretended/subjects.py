@@ -1,7 +1,7 @@
 """What the random programs compute: small models of each kind that saves activations, with and without offloading."""
 
 import random
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import fusedrnn
-
-KNOWN_FAULTS = frozenset({"two_streams", "device chunks on a side stream"})
-"""What the scheduler is known to get wrong, left out unless `--known-faults` is given. Empty it when that is mended.
-
-two_streams: memory saved on another stream than the one it was allocated on goes back to the latter too early.
-device chunks on a side stream: the reader thread does not wait for the stream on which the chunks are made.
-"""
 
 Off = fusedrnn.offloading.OffloadHooks | None
 
@@ -96,24 +89,24 @@ def _module(kind: str, module: nn.Module, x: Tensor, device: torch.device) -> Su
     return Subject(kind, x, forward, lambda off: list(module.parameters()), lambda: module.load_state_dict(state))
 
 
-def _mlp(draw: random.Random, device: torch.device, off: Off, left_out: Set[str]) -> Subject:
+def _mlp(draw: random.Random, device: torch.device, off: Off) -> Subject:
     def layer() -> nn.Module:
         return nn.Sequential(nn.Linear(48, 48), draw.choice((nn.Tanh, nn.ReLU, nn.SiLU))())
 
     return _module("mlp", nn.Sequential(*(layer() for _ in range(draw.randint(2, 8)))), torch.randn(40, 48), device)
 
 
-def _attention(draw: random.Random, device: torch.device, off: Off, left_out: Set[str]) -> Subject:
+def _attention(draw: random.Random, device: torch.device, off: Off) -> Subject:
     return _module("attention", nn.Sequential(_Attention(32), _Attention(32)), torch.randn(3, 20, 32), device)
 
 
-def _conv(draw: random.Random, device: torch.device, off: Off, left_out: Set[str]) -> Subject:
+def _conv(draw: random.Random, device: torch.device, off: Off) -> Subject:
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1)]
     layers += [nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 4)]
     return _module("conv", nn.Sequential(*layers), torch.randn(4, 3, 8, 8), device)
 
 
-def _dynamic(draw: random.Random, device: torch.device, off: Off, left_out: Set[str]) -> Subject:
+def _dynamic(draw: random.Random, device: torch.device, off: Off) -> Subject:
     cell, save = _Cell(24).to(device), draw.choice(("all", "recompute"))
 
     def forward(off: Off, x: Tensor) -> Tensor:
@@ -138,7 +131,7 @@ def _layers(draw: random.Random, device: torch.device, off: Off, gru: bool, stre
     return f"{'gru' if gru else 'lstm'} {save} {' '.join(kind)}".strip(), plain, offloading
 
 
-def _recurrent(draw: random.Random, device: torch.device, off: Off, left_out: Set[str]) -> Subject:
+def _recurrent(draw: random.Random, device: torch.device, off: Off) -> Subject:
     gru = draw.random() < 0.35
     name, plain, offloading = _layers(draw, device, off, gru, streamed=False)
 
@@ -149,7 +142,7 @@ def _recurrent(draw: random.Random, device: torch.device, off: Off, left_out: Se
     return Subject(name, x, lambda off, x: layer(off)(x)[0], lambda off: list(layer(off).parameters()))
 
 
-def _streaming(draw: random.Random, device: torch.device, off: Off, left_out: Set[str]) -> Subject:
+def _streaming(draw: random.Random, device: torch.device, off: Off) -> Subject:
     gru = draw.random() < 0.2
     name, plain, offloading = _layers(draw, device, off, gru, streamed=True)
     source = draw.choice(("host", "device", "host chunks", "device chunks"))
@@ -173,11 +166,10 @@ def _streaming(draw: random.Random, device: torch.device, off: Off, left_out: Se
         f"streaming {name} from {source} to {output}", torch.randn(30, 4, n), forward,
         lambda off: list(layer(off).parameters()), differentiable="chunks" not in source,
         host_input="host" in source,
-        side=source != "device chunks" or "device chunks on a side stream" not in left_out,
     )  # fmt: skip
 
 
-def _two_streams(draw: random.Random, device: torch.device, off: Off, left_out: Set[str]) -> Subject:
+def _two_streams(draw: random.Random, device: torch.device, off: Off) -> Subject:
     """An encoder on one stream, the layers on another, and work of its own on the first meanwhile."""
     n, depth = 64 * 64, draw.randint(6, 12)
     module = nn.ModuleList(_Scale(n) for _ in range(depth + 2)).to(device)
@@ -213,7 +205,7 @@ def _two_streams(draw: random.Random, device: torch.device, off: Off, left_out: 
     )
 
 
-KINDS: dict[str, Callable[[random.Random, torch.device, Off, Set[str]], Subject]] = {
+KINDS: dict[str, Callable[[random.Random, torch.device, Off], Subject]] = {
     "mlp": _mlp,
     "attention": _attention,
     "conv": _conv,

@@ -3,6 +3,7 @@
 Each returns its name, its faults and its offloader, as `program.run` wants them.
 """
 
+import contextlib
 import random
 import tempfile
 from collections.abc import Callable
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import fusedrnn
+from fusedrnn.offloading.accelerators import copy_stream
 from fusedrnn.testing import full_device
 
 Found = tuple[str, list[str], Any]
 
 
 def _interleaved(draw: random.Random, device: torch.device) -> Found:
-    """E4, and aimed at E2: amid a graph's backward pass, another spills to where the first still fetches from.
+    """E4: amid a graph's backward pass, another spills to where the first still fetches from.
 
     With a disk below, a fetch gives its host slot back at once, to be used again after the copy.
     """
@@ -35,9 +37,8 @@ def _interleaved(draw: random.Random, device: torch.device) -> Found:
         )
     )  # fmt: skip
 
-    # One of the scheduler's two streams, the next ones of the pool, becomes slower than the other now and then.
-    slow = cuda.following(torch.Stream(device), draw.choice((1, 2, 2)))
-    off.scheduler(device)
+    # One of the two streams that copy becomes slower than the other now and then.
+    slow = copy_stream(device, draw.choice(("spill", "fetch", "fetch")))
 
     # The first graph has a stream of its own, so that the second, which spills, does not wait for what the first waits.
     ours = torch.accelerator.current_stream(device)
@@ -83,6 +84,42 @@ def _interleaved(draw: random.Random, device: torch.device) -> Found:
     return "interleaved graphs above a disk", faults, off
 
 
+def _reused_host(draw: random.Random, device: torch.device) -> Found:
+    """E2: a stream that waits for nothing spills to where a slow fetch, whose reader has been released, still reads."""
+    nbytes, count = 1 << 14, 12
+    config = full_device(
+        min_bytes=256, chunk_bytes=1024, ring_slots=8, prefetch=0, host_limit=nbytes * draw.choice((8, 16))
+    )
+    off = fusedrnn.offload(config)
+    ours, aside, fetch = torch.accelerator.current_stream(device), torch.Stream(device), copy_stream(device, "fetch")
+
+    def push(stack: Any, value: int) -> tuple[Any, int]:
+        slot = stack.reserve(nbytes)
+        slot.buffer.fill_(value)
+        return stack.push(slot), value
+
+    first, second = off.stack(device), off.stack(device)
+    handles = [push(first, value + 1) for value in range(count)]
+    torch.accelerator.synchronize(device)
+    read, others = [], []
+    while handles:
+        handle, value = handles.pop()
+        cuda.set_delay(fetch, 20_000)
+        read.append((handle.get().clone(), value))
+        handle.release()
+        with aside:
+            others += [push(second, 100 + len(others) + number) for number in range(2)]
+    cuda.set_delay(fetch, 0)
+    while others:
+        handle, value = others.pop()
+        with aside:
+            read.append((handle.get().clone(), value))
+            handle.release()
+    ours.wait_stream(aside)
+    wrong = [value for tensor, value in read if not bool((tensor.cpu() == value).all())]
+    return "a host slot used again", [f"buffers {wrong} are not what was pushed"] * bool(wrong), off
+
+
 def _overwritten(draw: random.Random, device: torch.device) -> Found:
     """E7: a buffer is overwritten on one stream while another, slow one still reads it."""
     off = fusedrnn.offload(full_device(min_bytes=256, chunk_bytes=1024, ring_slots=4))
@@ -107,7 +144,61 @@ def _overwritten(draw: random.Random, device: torch.device) -> Found:
     return "read aside and overwritten", [f"buffers {wrong} were overwritten before they were read"] * bool(wrong), off
 
 
+class _Scale(nn.Module):
+    """Saves its input, and nothing that could be moved beside it."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _foreign_memory(draw: random.Random, device: torch.device) -> Found:
+    """What is saved on one stream was allocated on another, which goes on while slow copies to the host read it."""
+    n = 64 * 64
+    modules = nn.ModuleList(_Scale(n) for _ in range(draw.randint(10, 14))).to(device)
+    encoder, auxiliary, layers = modules[0], modules[1], list(modules)[2:]
+    x = torch.randn(n).to(device)
+    ours, aside = torch.accelerator.current_stream(device), torch.Stream(device)
+    off = fusedrnn.offload(full_device(min_bytes=256, chunk_bytes=1 << 12, ring_slots=2))
+
+    def step(context: Any) -> list[Tensor]:
+        modules.zero_grad()
+        with context:
+            aside.wait_stream(ours)
+            with aside:
+                h = encoder(x)
+            ours.wait_stream(aside)
+            y = layers[0](h)
+            del h  # only the graph has it now
+            for layer in layers[1:]:
+                y = layer(y)
+            with aside:
+                z = x
+                for _ in range(4):
+                    z = auxiliary(z)
+            ours.wait_stream(aside)
+            loss = y.sum() + z.sum()
+        loss.backward()
+        ours.wait_stream(aside)
+        return [parameter.grad.cpu() for parameter in modules.parameters() if parameter.grad is not None]
+
+    cuda.overwrite_freed(2)
+    expected = step(contextlib.nullcontext())
+    cuda.set_delay(copy_stream(device, "spill"), 20_000)
+    faults = []
+    for number in range(2):
+        wrong = [not torch.equal(a, b) for a, b in zip(step(off), expected, strict=True)]
+        if any(wrong):
+            faults.append(f"step {number}: {sum(wrong)} gradients differ")
+    return "memory of another stream", faults, off
+
+
 KINDS: dict[str, Callable[[random.Random, torch.device], Found]] = {
     "interleaved": _interleaved,
     "overwritten": _overwritten,
+    "reused_host": _reused_host,
+    "foreign_memory": _foreign_memory,
 }
