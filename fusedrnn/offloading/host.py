@@ -144,6 +144,11 @@ class HostPool:
         self._refused = self._most * 2
         return trimmed
 
+    def give_up(self) -> None:
+        """Hold nothing any more."""
+        self._slabs, self._sizes, self._free = {}, {}, {}
+        self.reserved = self.used = 0
+
     def audit(self, used: list[HostSlot]) -> None:
         """Check that free ranges and `used` slots together are the slabs, none of them twice."""
         ranges = [(free.slab, free.start, free.stop) for found in self._free.values() for free in found]

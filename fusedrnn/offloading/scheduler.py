@@ -297,14 +297,14 @@ class Scheduler:
 
     def start_anew(self) -> None:
         """See `Guarded`: wait for all copies, and begin with an empty table, ring and pools."""
-        before = self._table
+        before = self._transfers
         if not self._forked:
             self._transfers.synchronize()
             self.device.finish()
             self._lost, self._generation = _INTERRUPTED, self._generation + 1
         self._start()
         if not self._forked:
-            before.end_all()
+            before.give_up()
         self._forked = False
 
     def _after_fork(self) -> None:

@@ -344,6 +344,13 @@ class Transfers:
                 self.ring.take_back(slot, (*events, *(self.device.record(stream) for stream in readers)))
                 self._lent.remove(lent)
 
+    def give_up(self) -> None:
+        """End all entries and hold nothing any more, in whatever condition this is, once all streams have run."""
+        self.table.end_all()
+        for pool in (self.host, self.disk):
+            if pool is not None:
+                pool.give_up()
+
     def synchronize(self) -> None:
         """Block the host until all copies are done."""
         for event in [self.device.record(stream) for stream in self.streams]:
