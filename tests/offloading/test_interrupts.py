@@ -89,7 +89,8 @@ def test_a_step_after_an_interrupt_is_exact(kind, disk, tmp_path):
                 interrupted += 1
             except RuntimeError as error:
                 # Python goes on after an interrupt that came in a finalizer, whose work then is not done.
-                assert "the buffer was lost: an interrupt" in str(error)
+                if "the buffer was lost: an interrupt" not in str(error):
+                    raise
                 interrupted += 1
             # torch's own contexts may be interrupted on their way in or out.
             torch.set_grad_enabled(True)
