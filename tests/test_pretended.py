@@ -19,7 +19,7 @@ NOTICED_BY = {
     "E5": ["recurrent", "overwritten"],
     "E6": ["recurrent", "interleaved"],
     "E7": ["overwritten"],
-    "home": ["interleaved"],
+    "home": ["flushed"],
     "adopted": ["foreign_memory"],
 }
 """Kinds of programs that show the absence of an edge, so that few are enough."""

@@ -77,8 +77,7 @@ def test_a_step_after_an_interrupt_is_exact(kind, disk, tmp_path):
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        end = time.monotonic() + 4
-        while time.monotonic() < end:
+        while interrupted < 30:
             try:
                 signal.setitimer(signal.ITIMER_REAL, max(1e-6, draw.random() * duration * 1.1))
                 try:
@@ -99,7 +98,6 @@ def test_a_step_after_an_interrupt_is_exact(kind, disk, tmp_path):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert interrupted > 20
 
 
 def interrupted_in(monkeypatch, scheduler, name):

@@ -144,6 +144,30 @@ def _overwritten(draw: random.Random, device: torch.device) -> Found:
     return "read aside and overwritten", [f"buffers {wrong} were overwritten before they were read"] * bool(wrong), off
 
 
+def _flushed(draw: random.Random, device: torch.device) -> Found:
+    """The wait at home: memory that a slow copy to the host still reads goes back to the allocator, and is used."""
+    nbytes, count = 1 << 14, draw.randint(6, 10)
+    off = fusedrnn.offload(full_device(min_bytes=256, chunk_bytes=1024, ring_slots=draw.choice((2, 4))))
+    stack, handles = off.stack(device), []
+    cuda.set_delay(copy_stream(device, "spill"), 10_000)
+    for value in range(count):
+        slot = stack.reserve(nbytes)
+        slot.buffer.fill_(value + 1)
+        handles.append((stack.push(slot), value + 1))
+    del slot
+    off.scheduler(device).flush()
+    others = [torch.full((nbytes,), 100, dtype=torch.uint8, device=device) for _ in range(count)]
+    cuda.set_delay(copy_stream(device, "spill"), 0)
+    read = []
+    while handles:
+        handle, value = handles.pop()
+        read.append((handle.get().clone(), value))
+        handle.release()
+    wrong = [value for tensor, value in read if not bool((tensor.cpu() == value).all())]
+    del others
+    return "memory given back", [f"buffers {wrong} are not what was pushed"] * bool(wrong), off
+
+
 class _Scale(nn.Module):
     """Saves its input, and nothing that could be moved beside it."""
 
@@ -200,5 +224,6 @@ KINDS: dict[str, Callable[[random.Random, torch.device], Found]] = {
     "interleaved": _interleaved,
     "overwritten": _overwritten,
     "reused_host": _reused_host,
+    "flushed": _flushed,
     "foreign_memory": _foreign_memory,
 }
