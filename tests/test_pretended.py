@@ -70,7 +70,7 @@ def test_layers_on_the_device_agree_with_torch(pretend):
 
 
 def test_offloading_on_the_device_passes_the_tests_of_a_gpu(pretend):
-    _gpu_tests(pretend, "offload or disk")
+    _gpu_tests(pretend, "(offload or disk) and not cells and not gates")
 
 
 def test_passes_can_be_captured_on_the_device(pretend):
@@ -79,8 +79,9 @@ def test_passes_can_be_captured_on_the_device(pretend):
 
 
 @pytest.mark.skipif("PRETENDED_SLOW" not in os.environ, reason="takes two minutes: set PRETENDED_SLOW=1")
-def test_memory_on_the_device_is_bounded_as_on_a_gpu(pretend):
-    _gpu_tests(pretend, "peak_memory or offsets")
+@pytest.mark.parametrize("choice", ["peak_memory or offsets", "(cells or gates) and offload"])
+def test_what_takes_long_on_the_device_passes_the_tests_of_a_gpu(pretend, choice):
+    _gpu_tests(pretend, choice)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
