@@ -67,7 +67,7 @@ class _Cell(nn.Module):
         return torch.tanh(h), h
 
 
-class _Scale(nn.Module):
+class Scale(nn.Module):
     def __init__(self, n: int):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(n))
@@ -172,7 +172,7 @@ def _streaming(draw: random.Random, device: torch.device, off: Off) -> Subject:
 def _two_streams(draw: random.Random, device: torch.device, off: Off) -> Subject:
     """An encoder on one stream, the layers on another, and work of its own on the first meanwhile."""
     n, depth = 64 * 64, draw.randint(6, 12)
-    module = nn.ModuleList(_Scale(n) for _ in range(depth + 2)).to(device)
+    module = nn.ModuleList(Scale(n) for _ in range(depth + 2)).to(device)
     aside = torch.Stream(device)
     encoder, auxiliary, layers = module[0], module[1], list(module)[2:]
 

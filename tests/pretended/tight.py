@@ -11,6 +11,7 @@ from typing import Any
 
 import cuda
 import torch
+from subjects import Scale
 from torch import Tensor, nn
 
 import fusedrnn
@@ -168,21 +169,10 @@ def _flushed(draw: random.Random, device: torch.device) -> Found:
     return "memory given back", [f"buffers {wrong} are not what was pushed"] * bool(wrong), off
 
 
-class _Scale(nn.Module):
-    """Saves its input, and nothing that could be moved beside it."""
-
-    def __init__(self, n: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(n))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
 def _foreign_memory(draw: random.Random, device: torch.device) -> Found:
     """What is saved on one stream was allocated on another, which goes on while slow copies to the host read it."""
     n = 64 * 64
-    modules = nn.ModuleList(_Scale(n) for _ in range(draw.randint(10, 14))).to(device)
+    modules = nn.ModuleList(Scale(n) for _ in range(draw.randint(10, 14))).to(device)
     encoder, auxiliary, layers = modules[0], modules[1], list(modules)[2:]
     x = torch.randn(n).to(device)
     ours, aside = torch.accelerator.current_stream(device), torch.Stream(device)
