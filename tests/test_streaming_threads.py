@@ -42,6 +42,8 @@ def test_chunks_may_be_made_in_the_same_memory():
 
 
 def _in_child(connection):
+    # OpenMP's threads do not exist in a forked process either, and are waited for.
+    torch.set_num_threads(1)
     connection.send([tensor.tolist() for tensor in step(iter(x.split(10)))])
 
 

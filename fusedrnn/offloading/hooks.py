@@ -56,13 +56,13 @@ class _Packer:
         if reason is not None:
             self._scheduler.counters.skip(reason)
             return Kept(tensor)
-        with self._lock, torch.no_grad():
+        with self._lock:
             return Part(self, self._find(tensor) or self._add(tensor), tensor)
 
     def unpack(self, part: Part) -> Tensor:
         """Return the tensor, on its device and with its layout."""
         storage = part.storage
-        with self._lock, torch.no_grad():
+        with self._lock:
             if storage.is_changed():
                 self._scheduler.counters.changed_in_place += 1
                 raise RuntimeError(changed(part.size))
@@ -106,7 +106,7 @@ class _Packer:
 
     def look_again(self) -> int:
         """Move what may go now that those who computed it have returned; return how many they still hold."""
-        with self._lock, torch.no_grad():
+        with self._lock:
             while len(self._small) > _SMALL and self._scheduler.is_pressed() and self._gather():
                 pass
         held = self._scheduler.counters.pinned_by_alias
