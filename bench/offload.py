@@ -90,7 +90,7 @@ def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
             ("spilled_bytes_over_optimum", moved / optimum),
             ("device_peak_bytes", found.peak),
         ):
-            rows.append(row("fusedrnn.offloading", "simulated", metric, shape, [value]))
+            rows.append(row("fusedrnn.offload", "simulated", metric, shape, [value]))
         read = c.prefetch_hits + c.demand_loads
         hits = f"{c.prefetch_hits / read:.0%}" if read else "-"
         fits = f"{share:.0%}" if share else "ring"
@@ -199,7 +199,7 @@ def _cost(args: argparse.Namespace) -> list[dict[str, Any]]:
         f"scheduler's own time per chunk, reserve, push, get and release together: {median(seconds) * 1e6:.1f} us "
         "(every chunk spilled and fetched, on a device whose operations cost nothing)"
     )
-    return [row("fusedrnn.offloading", "no device", "seconds_per_chunk", "chunks=256", seconds)]
+    return [row("fusedrnn.offload", "no device", "seconds_per_chunk", "chunks=256", seconds)]
 
 
 def contenders(device: str) -> dict[str, Callable[[], AbstractContextManager[Any]] | str]:
@@ -244,7 +244,7 @@ def _real(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     dy = torch.randn(T, B, H, device=args.device)
     plain, off = layer(False), fusedrnn.offload(fusedrnn.OffloadConfig(occupancy=lambda: 1.0))
-    steps, absent = {"fusedrnn.offloading": step(layer(off), nullcontext)}, {}
+    steps, absent = {"fusedrnn.offload": step(layer(off), nullcontext)}, {}
     for name, context in contenders(args.device).items():
         if isinstance(context, str):
             absent[name] = context
@@ -255,7 +255,7 @@ def _real(args: argparse.Namespace) -> list[dict[str, Any]]:
         seconds = times(steps, args.repeats, lambda: synchronize(args.device), lambda: bar.advance(task))
     base = median(seconds["no offloading"])
     kept = off.stats()
-    moved = {"fusedrnn.offloading": kept.spilled_bytes / (args.repeats + 1)}
+    moved = {"fusedrnn.offload": kept.spilled_bytes / (args.repeats + 1)}
     rows, lines = [], []
     for name, taken in seconds.items():
         rows.append(row(OURS, name, "seconds", shape, taken, args.device))

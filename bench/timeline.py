@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.png:
         draw(found, args.png)
     shape = f"chunks={args.chunks} ring={args.ring} prefetch={args.prefetch} x={args.copy:g}"
-    return [row("fusedrnn.offloading", "simulated", "time_over_none", shape, [ratio])]
+    return [row("fusedrnn.offload", "simulated", "time_over_none", shape, [ratio])]
 
 
 def picture(found: Forecast, width: int) -> list[Text]:

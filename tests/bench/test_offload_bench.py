@@ -36,7 +36,7 @@ def test_offload_command(tmp_path, capsys):
     assert main(["offload", "--quiet", "--json", str(file), *options]) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert {row["mode"] for row in rows} == {
-        "simulated", "no device", "fusedrnn.offloading", "no offloading", "save_on_cpu"
+        "simulated", "no device", "fusedrnn.offload", "no offloading", "save_on_cpu"
     }  # fmt: skip
     out = capsys.readouterr().out
     assert "needs a GPU for its" in out and "us" in out
