@@ -260,23 +260,6 @@ def test_the_reader_works_on_the_device_and_streams_of_the_caller(monkeypatch):
     assert thread.startswith("fusedrnn-input") and streams == ["mine", "one"] and index == 1
 
 
-def test_all_calls_share_a_pair_of_streams():
-    made = []
-
-    class Pool(ThreadDevice):
-        def new_stream(self, name):
-            # A pool whose second stream is the first once more.
-            stream = made[0] if len(made) == 1 else super().new_stream(name)
-            made.append(stream)
-            return stream
-
-    copier = Pool()
-    for _ in range(3):
-        list(transfer.to_device(iter([torch.ones(2)]), copier))
-    streams = transfer._copy_streams(copier)
-    assert len(made) == 3 and streams == (made[0], made[2]) and made[2] is not made[0]
-
-
 def test_an_interrupt_while_a_copy_starts_frees_nothing_before_its_end(simulated):
     """S3: nobody knows yet of the copy."""
 

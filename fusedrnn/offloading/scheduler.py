@@ -203,7 +203,7 @@ class Scheduler:
 
     def make_room(self) -> None:
         """Spill what may go now that nobody else refers to it, as behind the push of a tensor, without one."""
-        if not self.device.is_capturing():
+        if self.is_usable():
             self._exclusive.run(self._make_room)
 
     def _make_room(self) -> None:
@@ -285,7 +285,7 @@ class Scheduler:
 
     def require_usable(self) -> None:
         """See `Guarded`."""
-        if self.device.is_capturing():
+        if not self.is_usable():
             raise RuntimeError(
                 "offloaded buffers cannot be used while a CUDA graph is captured: capture forward and backward "
                 "together, so that the capture owns its buffers, or switch offloading off"
@@ -297,14 +297,12 @@ class Scheduler:
 
     def start_anew(self) -> None:
         """See `Guarded`: wait for all copies, and begin with an empty table, ring and pools."""
-        before = self._transfers
         if not self._forked:
             self._transfers.synchronize()
             self.device.finish()
             self._lost, self._generation = _INTERRUPTED, self._generation + 1
+            self._transfers.give_up()
         self._start()
-        if not self._forked:
-            before.give_up()
         self._forked = False
 
     def _after_fork(self) -> None:
@@ -335,8 +333,9 @@ class Scheduler:
         self._transfers.collect()
 
     def _end_cycle(self) -> None:
-        self._spiller.announced = self._announced()
-        self._spiller.end_cycle()
+        if self._table.newest is None:
+            self._spiller.announced = self._announced()
+            self._spiller.end_cycle()
 
     # What finalizers call, from any thread and at any moment, also in the midst of the methods above.
 

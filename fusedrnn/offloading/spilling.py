@@ -65,11 +65,10 @@ class Spiller:
 
     def end_cycle(self) -> None:
         """After the last entry, keep no more than the ring's bound, and know how much there was."""
-        if self._table.newest is None:
-            if self._most:
-                self._most_before, self._most = self._most, 0
-            self.told = self.announced > 0
-            self._ring.reset()
+        if self._most:
+            self._most_before, self._most = self._most, 0
+        self.told = self.announced > 0
+        self._ring.reset()
 
     # The device.
 

@@ -10,15 +10,11 @@ What a user's generator makes on the device stays there. The thread that runs it
 it comes after what the caller has put there, and before what the caller does with it.
 """
 
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,35 +25,9 @@ _END = object()
 _AHEAD = 2
 
 
-_streams: WeakKeyDictionary[Device, tuple[Any, Any]] = WeakKeyDictionary()
-_streams_lock = threading.Lock()
-
-
-@lru_cache
 def device_of(device: torch.device) -> Device | None:
     """Return who copies to and from a device; None where its memory is the host's."""
     return device_for(device)
-
-
-def _copy_streams(copier: Device) -> tuple[Any, Any]:
-    """Return the two streams, for input and for output, of all that is streamed on a device in this process."""
-    with _streams_lock:
-        if copier not in _streams:
-            streams = copier.new_stream("input"), copier.new_stream("output")
-            if streams[0] == streams[1]:  # of a pool whose other streams were taken in between
-                streams = streams[0], copier.new_stream("output")
-            _streams[copier] = streams
-        return _streams[copier]
-
-
-def _after_fork() -> None:
-    global _streams_lock
-    _streams_lock = threading.Lock()
-    _streams.clear()
-    device_of.cache_clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def _place() -> Callable[[], None]:
@@ -65,7 +35,7 @@ def _place() -> Callable[[], None]:
     accelerator = torch.accelerator.current_accelerator()
     # To ask an accelerator that nobody uses would start it; one that cannot say so has no streams either.
     module = None if accelerator is None else torch.get_device_module(accelerator)
-    if not getattr(module, "is_initialized", bool)():
+    if not getattr(module, "is_initialized", lambda: False)():
         return lambda: None
     index = torch.accelerator.current_device_index()
     streams = [torch.accelerator.current_stream(k) for k in range(torch.accelerator.device_count())]
@@ -146,7 +116,7 @@ def _shaped(buffer: Tensor, like: Tensor) -> Tensor:
 
 def to_device(pieces: Iterator[Tensor], copier: Device) -> Generator[Tensor]:
     """Yield copies of `pieces` on the device, the next one on its way while one is in use; what is there, as it is."""
-    stream, _ = _copy_streams(copier)
+    stream = copier.new_stream("input")
     caller = copier.current_stream()
 
     def start(piece: Tensor | None) -> tuple[Tensor, Any, Any, Tensor] | None:
@@ -185,7 +155,7 @@ class Departures:
 
     def __init__(self, device: torch.device):
         self._copier = device_of(device)
-        self._stream = None if self._copier is None else _copy_streams(self._copier)[1]
+        self._stream = None if self._copier is None else self._copier.new_stream("output")
         self._pool = None if self._copier is None else ThreadPoolExecutor(1, thread_name_prefix="fusedrnn-output")
         self._jobs: deque[Future[Any]] = deque()
         self._last: tuple[Tensor, Any] | None = None

@@ -1,5 +1,6 @@
 """What the random programs compute: small models of each kind that saves activations, with and without offloading."""
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -169,39 +170,50 @@ def _streaming(draw: random.Random, device: torch.device, off: Off) -> Subject:
     )  # fmt: skip
 
 
-def _two_streams(draw: random.Random, device: torch.device, off: Off) -> Subject:
+class TwoStreams(nn.Module):
     """An encoder on one stream, the layers on another, and work of its own on the first meanwhile."""
-    n, depth = 64 * 64, draw.randint(6, 12)
-    module = nn.ModuleList(Scale(n) for _ in range(depth + 2)).to(device)
-    aside = torch.Stream(device)
-    encoder, auxiliary, layers = module[0], module[1], list(module)[2:]
 
-    def compute(x: Tensor) -> Tensor:
-        ours = torch.accelerator.current_stream(device)
+    def __init__(self, n: int, depth: int, device: torch.device):
+        super().__init__()
+        self.encoder, self.auxiliary, *layers = (Scale(n) for _ in range(depth + 2))
+        self.layers = nn.ModuleList(layers)
+        self.aside = torch.Stream(device)
+        self.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        aside, ours = self.aside, torch.accelerator.current_stream(x.device)
         aside.wait_stream(ours)
         with aside:
-            h = encoder(x)
+            h = self.encoder(x)
         ours.wait_stream(aside)
-        y = layers[0](h)
+        y = self.layers[0](h)
         del h  # only the graph has it now, allocated on one stream and saved on another
-        for layer in layers[1:]:
+        for layer in self.layers[1:]:
             y = layer(y)
         with aside:
             z = x
             for _ in range(4):
-                z = auxiliary(z)
+                z = self.auxiliary(z)
         ours.wait_stream(aside)
         z.record_stream(ours)
         return y + z
 
+
+def _two_streams(draw: random.Random, device: torch.device, off: Off) -> Subject:
+    n = 64 * 64
+    module = TwoStreams(n, draw.randint(6, 12), device)
+
     def forward(off: Off, x: Tensor) -> Tensor:
-        if off is None:
-            return compute(x)
-        with off:
-            return compute(x)
+        with contextlib.nullcontext() if off is None else off:
+            return module(x)
 
     return Subject(
-        "two streams", torch.randn(n), forward, lambda off: list(module.parameters()), reads_freed=True, fast=aside
+        "two streams",
+        torch.randn(n),
+        forward,
+        lambda off: list(module.parameters()),
+        reads_freed=True,
+        fast=module.aside,
     )
 
 

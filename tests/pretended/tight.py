@@ -11,7 +11,7 @@ from typing import Any
 
 import cuda
 import torch
-from subjects import Scale
+from subjects import TwoStreams
 from torch import Tensor, nn
 
 import fusedrnn
@@ -172,32 +172,17 @@ def _flushed(draw: random.Random, device: torch.device) -> Found:
 def _foreign_memory(draw: random.Random, device: torch.device) -> Found:
     """What is saved on one stream was allocated on another, which goes on while slow copies to the host read it."""
     n = 64 * 64
-    modules = nn.ModuleList(Scale(n) for _ in range(draw.randint(10, 14))).to(device)
-    encoder, auxiliary, layers = modules[0], modules[1], list(modules)[2:]
+    module = TwoStreams(n, draw.randint(8, 12), device)
     x = torch.randn(n).to(device)
-    ours, aside = torch.accelerator.current_stream(device), torch.Stream(device)
     off = fusedrnn.offload(full_device(min_bytes=256, chunk_bytes=1 << 12, ring_slots=2))
 
     def step(context: Any) -> list[Tensor]:
-        modules.zero_grad()
+        module.zero_grad()
         with context:
-            aside.wait_stream(ours)
-            with aside:
-                h = encoder(x)
-            ours.wait_stream(aside)
-            y = layers[0](h)
-            del h  # only the graph has it now
-            for layer in layers[1:]:
-                y = layer(y)
-            with aside:
-                z = x
-                for _ in range(4):
-                    z = auxiliary(z)
-            ours.wait_stream(aside)
-            loss = y.sum() + z.sum()
+            loss = module(x).sum()
         loss.backward()
-        ours.wait_stream(aside)
-        return [parameter.grad.cpu() for parameter in modules.parameters() if parameter.grad is not None]
+        torch.accelerator.current_stream(device).wait_stream(module.aside)
+        return [parameter.grad.cpu() for parameter in module.parameters() if parameter.grad is not None]
 
     cuda.overwrite_freed(2)
     expected = step(contextlib.nullcontext())
